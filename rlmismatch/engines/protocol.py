@@ -7,11 +7,13 @@ A *side* is one engine in its own process group; `worker.py` runs an `Engine` th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rlmismatch.contract import Reading
+from rlmismatch.pins.spec import LocalError as LocalError
 from rlmismatch.tokens import Prompt, Sequence
 
 if TYPE_CHECKING:
@@ -87,27 +89,6 @@ class Arm:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Arm:
         return cls(**{**data, "pins": frozenset(data["pins"]), "paths": tuple(data["paths"])})
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalError:
-    """One op of one layer on one side: native and pin on the same inputs, each against float64 (unrounded reference).
-
-    Absolute errors in the op's own unit. `count` elements were compared, `unequal` of them differ between native and pin.
-    """
-
-    boundary: str  # e.g. layers.0.q_proj
-    pin: str
-    rows: int
-    count: int
-    unequal: int
-    native_vs_pin_max: float
-    native_vs_pin_mean: float
-    native_vs_fp64_max: float
-    native_vs_fp64_mean: float
-    pin_vs_fp64_max: float
-    pin_vs_fp64_mean: float
-    fp64_scale: float  # mean |float64 reference|
 
 
 @dataclass(kw_only=True)

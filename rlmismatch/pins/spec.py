@@ -5,6 +5,7 @@ A pin names the engine's operation and our kernel. Which axis it belongs to stan
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 # In the order of the forward pass.
@@ -57,3 +58,24 @@ def pin_of_boundary(name: str) -> str:
     """The pin that owns a boundary name."""
     short = name.rsplit(".", 1)[-1]
     return next(pin for known, pin, _ in LAYER_BOUNDARIES + FINAL_BOUNDARIES if known == short)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalError:
+    """One op of one layer on one side: native and pin on the same inputs, each against float64 (unrounded reference).
+
+    Absolute errors in the op's own unit. `count` elements were compared, `unequal` of them differ between native and pin.
+    """
+
+    boundary: str  # e.g. layers.0.q_proj
+    pin: str
+    rows: int
+    count: int
+    unequal: int
+    native_vs_pin_max: float
+    native_vs_pin_mean: float
+    native_vs_fp64_max: float
+    native_vs_fp64_mean: float
+    pin_vs_fp64_max: float
+    pin_vs_fp64_mean: float
+    fp64_scale: float  # mean |float64 reference|
