@@ -41,7 +41,9 @@ class Sequence:
         if not self.prompt_ids:
             raise ValueError(f"sequence {self.id!r} has no prompt token: the first token can not be scored")
         if self.recorded_logprobs is not None and len(self.recorded_logprobs) != len(self.response_ids):
-            raise ValueError(f"sequence {self.id!r}: {len(self.recorded_logprobs)} recorded log-probs for {len(self.response_ids)} response ids")
+            raise ValueError(
+                f"sequence {self.id!r}: {len(self.recorded_logprobs)} recorded log-probs for {len(self.response_ids)} response ids"
+            )
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -58,7 +60,7 @@ class Sequence:
 
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
     """Prompts of a JSONL file. Errors name file and line."""
-    out = []
+    out: list[Prompt] = []
     for where, data in _jsonl(path):
         prompt_id = str(data.get("id", len(out)))
         ids, text = data.get("token_ids"), data.get("text")
@@ -73,7 +75,7 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
 
 def read_rollout(path: Path) -> tuple[Sequence, ...]:
     """Sequences of a rollout file. Errors name file and line."""
-    out = []
+    out: list[Sequence] = []
     for where, data in _jsonl(path):
         recorded = data.get("logprobs")
         if recorded is not None:

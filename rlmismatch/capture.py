@@ -1,0 +1,202 @@
+"""A run's folder: what the sides wrote, sealed with digests.
+
+    run.json            command, settings, environment            tokens.jsonl      the sequences that were scored
+    trainer/ rollout/ oracle/                                     one folder a side:
+        side.json       config, readings, weight digests, provenance
+        arms/ID.safetensors    one arm: scores, boundaries; everything else as JSON in the header
+    report.json         the assembled report                      logs/             one file a side and rank
+    SEAL.json           sha256 of every file above; written last, its presence is what "complete" means
+
+Files are written to a temporary name, flushed and renamed, so a crash leaves finished captures whole and nothing half-written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlmismatch.errors import EnvironmentUnfitError, UsageError
+
+if TYPE_CHECKING:
+    from rlmismatch.engines.protocol import ArmResult, SideName
+    from rlmismatch.tokens import Sequence
+
+SCHEMA_VERSION = 1
+_SEAL = "SEAL.json"
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentUnfitError(
+            "output-unwritable",
+            f"cannot write {path}: {error.strerror or error}",
+            where=str(path),
+            hint="free space, or choose another folder with --out",
+        ) from error
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write `data` so that `path` either holds all of it or is as it was before."""
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, data: Any) -> None:
+    write_bytes(path, (json.dumps(data, indent=1, sort_keys=False, allow_nan=True) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise UsageError("capture-unreadable", f"cannot read {path.name}: {error}", where=str(path)) from None
+
+
+def _file_name(arm_id: str) -> str:
+    if not re.fullmatch(r"[\w.+=@:,-]+", arm_id):
+        raise ValueError(f"arm id {arm_id!r} cannot be a file name")
+    # A set of many pins makes a long name; the header holds the arm itself.
+    return arm_id if len(arm_id) <= 120 else f"{arm_id[:80]}-{hashlib.sha256(arm_id.encode()).hexdigest()[:16]}"
+
+
+def arm_path(run: Path, side: SideName, arm_id: str) -> Path:
+    return run / side / "arms" / f"{_file_name(arm_id)}.safetensors"
+
+
+def write_arm(run: Path, side: SideName, result: ArmResult, sequences: tuple[Sequence, ...]) -> Path:
+    """Write one arm's result. Scores are stored per path as one float64 vector over all response tokens in sequence order."""
+    import torch
+    from safetensors.torch import save
+
+    tensors: dict[str, torch.Tensor] = {}
+    for path, by_sequence in result.scores.items():
+        missing = [s.id for s in sequences if s.id not in by_sequence]
+        if missing:
+            raise ValueError(f"{side} arm {result.arm.id}: path {path} has no score for {missing}")
+        parts = []
+        for s in sequences:
+            score = by_sequence[s.id]
+            if score.shape != (len(s.response_ids),) or score.dtype != torch.float64:
+                raise ValueError(
+                    f"{side} arm {result.arm.id}, {path}, {s.id}: {score.dtype} {tuple(score.shape)}, not float64 [{len(s.response_ids)}]"
+                )
+            parts.append(score.cpu())
+        tensors[f"scores/{path}"] = torch.cat(parts).contiguous()
+    for name, value in result.boundaries.items():
+        tensors[f"boundary/{name}"] = value.detach().cpu().contiguous()
+    meta = {
+        "schema": SCHEMA_VERSION,
+        "arm": result.arm.to_json(),
+        "calls": result.calls,
+        "local": [dataclasses.asdict(error) for error in result.local],
+        "knobs": result.knobs,
+        "notes": result.notes,
+        "seconds": result.seconds,
+        "sequences": [[s.id, len(s.response_ids)] for s in sequences],
+    }
+    path_ = arm_path(run, side, result.arm.id)
+    write_bytes(path_, save(tensors or {"empty": torch.zeros(1)}, metadata={"rlmismatch": json.dumps(meta)}))
+    return path_
+
+
+def read_arm(path: Path) -> ArmResult:
+    """The arm written at `path`."""
+    from safetensors import SafetensorError, safe_open
+
+    from rlmismatch.engines.protocol import Arm, ArmResult, LocalError
+
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            meta = json.loads(file.metadata()["rlmismatch"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
+    except (OSError, SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise UsageError("capture-unreadable", f"cannot read the capture {path.name}: {error}", where=str(path)) from None
+    scores: dict[str, dict[str, Any]] = {}
+    boundaries = {}
+    for name, value in tensors.items():
+        kind, _, rest = name.partition("/")
+        if kind == "scores":
+            lengths = [length for _, length in meta["sequences"]]
+            scores[rest] = {s: part for (s, _), part in zip(meta["sequences"], value.split(lengths), strict=True)}
+        elif kind == "boundary":
+            boundaries[rest] = value
+    return ArmResult(
+        arm=Arm.from_json(meta["arm"]),
+        scores=scores,
+        calls=meta["calls"],
+        local=[LocalError(**error) for error in meta["local"]],
+        boundaries=boundaries,
+        knobs=meta["knobs"],
+        notes=meta["notes"],
+        seconds=meta["seconds"],
+    )
+
+
+def read_arms(run: Path, side: SideName) -> dict[str, ArmResult]:
+    """Every arm that `side` finished, by arm id."""
+    results = (read_arm(path) for path in sorted((run / side / "arms").glob("*.safetensors")))
+    return {r.arm.id: r for r in results}
+
+
+def seal(run: Path) -> None:
+    """Write the digests of every file: the run is complete."""
+    files = {str(p.relative_to(run)): _sha256(p) for p in _files(run)}
+    write_json(run / _SEAL, {"schema": SCHEMA_VERSION, "files": files})
+
+
+def check_seal(run: Path) -> None:
+    """Refuse a folder that is no run, is not sealed, or was changed after it was sealed."""
+    if not (run / "run.json").is_file():
+        raise UsageError(
+            "run-not-found", f"{run} is not a run folder", where=str(run), hint="give the folder that a run printed as its artifacts"
+        )
+    if not (run / _SEAL).is_file():
+        failure = run / "failure.json"
+        why = f"it failed: {read_json(failure)['what']}" if failure.is_file() else "it was interrupted"
+        raise UsageError(
+            "run-not-sealed",
+            f"the run did not complete ({why})",
+            where=str(run),
+            hint="finished captures are under */arms, logs under logs/; run it again for a report",
+        )
+    expected: Mapping[str, str] = read_json(run / _SEAL)["files"]
+    actual = {str(p.relative_to(run)): p for p in _files(run)}
+    changed = [f"changed: {name}" for name in expected if name in actual and _sha256(actual[name]) != expected[name]]
+    gone = [f"missing: {name}" for name in expected if name not in actual]
+    added = [f"added: {name}" for name in actual if name not in expected]
+    if changed or gone or added:
+        raise UsageError(
+            "run-tampered",
+            f"{len(changed) + len(gone) + len(added)} file(s) differ from the seal",
+            where=str(run),
+            hint="captures are evidence: run it again instead of editing",
+            details=tuple(changed + gone + added),
+        )
+
+
+def _files(run: Path) -> list[Path]:
+    return sorted(p for p in run.rglob("*") if p.is_file() and p.name != _SEAL and not p.name.endswith(".tmp"))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
