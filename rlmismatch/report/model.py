@@ -1,0 +1,325 @@
+"""The one report: plain, frozen data with a JSON form. Renderers read nothing else, and nothing here is computed.
+
+Log-prob numbers are nats in float64. `None` means "not measured" and always has a word of why beside it; it never stands for zero.
+The JSON form is documented key by key in docs/report-schema.md; `SCHEMA_VERSION` goes up when a key changes its meaning or goes away.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from rlmismatch.contract import FieldComparison, Outcome, Tier
+from rlmismatch.drift.model import BudgetLine, Drift, Hint, Interval
+from rlmismatch.errors import UsageError
+from rlmismatch.report import codec
+
+SCHEMA_VERSION: Final = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideInfo:
+    """One side as it ran."""
+
+    side: str  # trainer | rollout | oracle
+    engine: str  # megatron-core, vllm, transformers
+    version: str
+    tp: int = 1
+    sp: bool = False
+    cp: int = 1
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    impl: str = ""  # of the pins: reference | triton
+    detail: str = ""  # the layer spec, the attention backend that ran
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What was run, when, on what."""
+
+    command: str  # the command line, as typed
+    run_id: str
+    date: str  # ISO 8601, UTC
+    checkpoint: str
+    checkpoint_digest: str = ""
+    architecture: str = ""
+    sides: tuple[SideInfo, ...] = ()
+    sequences: int = 0
+    tokens: int = 0  # scored tokens
+    tool_version: str = ""
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reason:
+    """Why the verdict is what it is. The first reason is the one to act on."""
+
+    kind: str  # void | contract | defect | drift | inconclusive | engine | environment | warning
+    text: str
+    axis: str = ""
+    tier: str = ""
+    hint: str = ""  # what to change, in the user's words
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerdictInfo:
+    """The verdict as `verdict.judge` gave it; the exit code is the process'."""
+
+    word: str  # OK | DRIFT | CONTRACT | NOT COMPARABLE | DEFECT | INCONCLUSIVE | ENGINE FAILED | CANNOT RUN
+    exit_code: int
+    reasons: tuple[Reason, ...] = ()
+    numbers_void: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlantInForce:
+    """A known fault put in on purpose: this run proves the tool, not the engines."""
+
+    id: str
+    side: str
+    what: str
+    expected: str = ""  # the verdict it must get
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """A condition that must hold before any number: weights, tokens, mode. `equal` is None when it could not be established."""
+
+    name: str
+    equal: bool | None
+    compared: int = 0  # tensors, sequences or settings compared; a gate that compared nothing did not hold
+    differing: tuple[str, ...] = ()  # tensors, sequence ids or settings that differ
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.equal is True and self.compared > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnobRow:
+    """A knob on one side: asked for and what came of it."""
+
+    knob: str
+    side: str
+    requested: Any
+    actual: Any
+    status: str  # applied | fell_back | unsupported | unobservable
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisRow:
+    """One axis. Numbers are mean |delta| in nats over the tokens of `ratio`, but for `local`, which is in the op's own unit.
+
+    local: largest |native - pin| on equal inputs. alone: drift left when only this axis is pinned.
+    last: drift brought back when only this axis is released.
+    status: measured | equal | differs | unknown | structural zero | not run | not built | contract only.
+    why: why there are no numbers.
+    """
+
+    axis: str
+    status: str
+    contract: str = ""  # equal | differs | unknown | waived | recorded | "": no field
+    local: float | None = None
+    alone: float | None = None
+    last: float | None = None
+    ratio: str = ""
+    evidence: str = ""  # how its contract fields are known, weakest first
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatioRow:
+    """The drift of one pair of score sets: ``trainer/prefill``, ``prefill/decode``, ``decode/recorded``, ``trainer/oracle``..."""
+
+    name: str
+    drift: Drift | None = None
+    why: str = ""  # why it was not measured
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FloorRow:
+    """A side against its own repeat; a floor other than zero limits what any axis can be blamed for."""
+
+    side: str
+    path: str
+    drift: Drift | None = None
+    repeats: int = 2
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OracleRow:
+    """A side's error against the float64 oracle; `ratio` is in units of the plain forward's own error."""
+
+    side: str
+    mean_abs: float | None = None  # nats
+    plain_mean_abs: float | None = None  # nats
+    ratio: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Player:
+    """One pin in the attribution. Drifts are mean |delta| in nats; `share` is of the mean squared drift (0..1)."""
+
+    pin: str
+    axis: str
+    role: Literal["fix set", "zero set", "other"]
+    alone: float | None = None
+    last: float | None = None
+    share: float | None = None
+    share_interval: Interval | None = None
+    share_error: float | None = None  # standard error of a sampled share
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProofRow:
+    """One run that proves the fix set: the set itself, or the set without one member."""
+
+    pins: tuple[str, ...]
+    dropped: str = ""  # "" for the set itself
+    tokens: int = 0
+    unequal: int | None = None
+    mean_abs: float | None = None  # nats
+    max: float | None = None  # nats
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergenceRow:
+    """An op boundary where the two engines part on equal inputs. Errors are absolute, in the op's unit."""
+
+    boundary: str  # layers.0.input_norm
+    pin: str
+    count: int  # elements compared
+    unequal: int
+    max_abs: float | None = None  # between the engines
+    trainer_error: float | None = None  # mean, against float64
+    rollout_error: float | None = None
+    first: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttributionInfo:
+    """Which ops carry the drift of `ratio`: the zero set, the proved fix set, its shares, and what remains."""
+
+    ratio: str = "trainer/prefill"
+    native_mean_abs: float | None = None
+    native_tokens: int = 0
+    signed_mean: float | None = None  # nats; the systematic part, split off first
+    players: tuple[Player, ...] = ()
+    fix_set: tuple[str, ...] = ()
+    zero_set: tuple[str, ...] = ()
+    proved: bool = False  # the fix set was run and is bit-equal (or at the floor), and no member can be dropped
+    proof: tuple[ProofRow, ...] = ()
+    remainder_mean_abs: float | None = None  # nats left with every axis pinned
+    shares_method: str = ""  # "exact", or "sampled, 200 permutations"
+    arms: int = 0
+    note: str = ""  # e.g. why there is nothing to attribute
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClosureRow:
+    """With every axis pinned: two score sets that must be equal bit for bit. `unequal` is None when it was not run."""
+
+    name: str  # "trainer forward = rollout prefill"
+    tokens: int = 0
+    unequal: int | None = None
+    mean_abs: float | None = None
+    max: float | None = None
+    why: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.unequal == 0 and self.tokens > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlRow:
+    """A check of the measurement itself: the floor, the return of native bits, pins that ran, plants that were seen."""
+
+    name: str
+    expected: str
+    got: str
+    ok: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Artifact:
+    """A file of the run folder."""
+
+    path: str
+    what: str = ""
+    digest: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All that a run has to say."""
+
+    header: Header
+    verdict: VerdictInfo
+    plants: tuple[PlantInForce, ...] = ()
+    gates: tuple[Gate, ...] = ()
+    contract: tuple[FieldComparison, ...] = ()
+    knobs: tuple[KnobRow, ...] = ()
+    axes: tuple[AxisRow, ...] = ()
+    ratios: tuple[RatioRow, ...] = ()
+    floors: tuple[FloorRow, ...] = ()
+    oracle: tuple[OracleRow, ...] = ()
+    attribution: AttributionInfo | None = None
+    first_divergence: tuple[DivergenceRow, ...] = ()
+    closure: tuple[ClosureRow, ...] = ()
+    controls: tuple[ControlRow, ...] = ()
+    hints: tuple[Hint, ...] = ()
+    budget: tuple[BudgetLine, ...] = ()
+    provenance: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # trainer | rollout | host -> name -> value
+    artifacts: tuple[Artifact, ...] = ()
+    reproduce: str = ""  # the command that runs this again
+    notes: tuple[str, ...] = ()
+    schema_version: int = SCHEMA_VERSION
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON data, key by key as in docs/report-schema.md."""
+        encoded: dict[str, Any] = codec.encode(self)
+        return {"schema_version": encoded.pop("schema_version"), **encoded}
+
+    @classmethod
+    def from_json(cls, data: Any, *, where: str = "") -> Report:
+        """The inverse of `to_json`. Raises UsageError for another schema version and for anything that does not fit."""
+        version = data.get("schema_version") if isinstance(data, dict) else None
+        if version != SCHEMA_VERSION:
+            raise UsageError(
+                "report-schema-version",
+                f"this report has schema version {version}; this program reads {SCHEMA_VERSION}",
+                where=where,
+                hint="render it with the version of rlmismatch that wrote it",
+            )
+        try:
+            return codec.decode(cls, data)
+        except codec.DecodeError as error:
+            raise UsageError("report-malformed", str(error), where=where) from None
+
+    @classmethod
+    def loads(cls, text: str, *, where: str = "") -> Report:
+        """A report from the text of a report.json."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UsageError("report-malformed", f"not JSON: {error.msg} at line {error.lineno}", where=where) from None
+        return cls.from_json(data, where=where)
+
+    @property
+    def failing_fields(self) -> tuple[FieldComparison, ...]:
+        """Contract fields that failed and those that were waived, in contract order. A RECORDED field never stands here."""
+        return tuple(c for c in self.contract if c.fails in (Tier.IDENTICAL, Tier.SEMANTIC) or c.outcome is Outcome.WAIVED)
+
+    @property
+    def headline(self) -> RatioRow | None:
+        """The first ratio that was measured: its worst tokens and per-sequence table are the ones shown."""
+        return next((r for r in self.ratios if r.drift is not None), None)
