@@ -12,6 +12,7 @@ process do not see each other's pins.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -43,7 +44,10 @@ class Patch:
 
 
 class CallCounter:
-    """How often each hook ran. A hook that an engine accepts and never calls (compiled code, a fused path) is found here."""
+    """How often each hook ran. A hook that an engine accepts and never calls (compiled code, a fused path) is found here.
+
+    A hook may carry several pins, and under a probe it runs without any; how often a *pin* ran is `OpSwitch.calls`.
+    """
 
     def __init__(self, patches: Sequence[Patch]) -> None:
         self._patches = tuple(patches)
@@ -51,10 +55,6 @@ class CallCounter:
 
     def add(self, index: int) -> None:
         self._calls[index] += 1
-
-    def of_pin(self, pin: str) -> int:
-        """Calls of all hooks that carry `pin`; 0 also when no hook does."""
-        return sum(n for patch, n in zip(self._patches, self._calls, strict=True) if pin in patch.pins)
 
     def silent(self) -> tuple[str, ...]:
         """Labels of the hooks that never ran."""
@@ -146,7 +146,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str], _Sums] = {}
-        self.kept: dict[str, torch.Tensor] = {}
+        self._kept: dict[str, tuple[torch.Tensor, Split]] = {}
 
     def observe(self, boundary: str, pin: str, *, native: torch.Tensor, pinned: torch.Tensor, fp64: torch.Tensor, split: Split) -> None:
         """Add one comparison of equal shapes [rows, ...]; calls for one (boundary, pin) add up, e.g. over sequences.
@@ -162,11 +162,28 @@ class Recorder:
         sums = self._sums.setdefault((boundary, pin), _Sums(split=split))
         sums.add(native, pinned, fp64)
 
-    def keep(self, boundary: str, tensor: torch.Tensor) -> None:
-        """Keep a copy of this rank's part of a native output. Raises ValueError if the boundary was kept before."""
-        if boundary in self.kept:
-            raise ValueError(f"boundary {boundary!r} was recorded twice: keep one sequence only")
-        self.kept[boundary] = tensor.detach().clone()
+    def keep(self, boundary: str, tensor: torch.Tensor, *, split: Split) -> None:
+        """Keep a copy of this rank's part [rows, columns, ...] of a native output; a rank may hold 0 rows or columns.
+
+        Raises ValueError if the boundary was kept before: one sequence only.
+        """
+        if boundary in self._kept:
+            raise ValueError(f"boundary {boundary!r} was recorded twice")
+        self._kept[boundary] = (tensor.detach().cpu().clone(), split)
+
+    def boundaries(self, group: torch.distributed.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
+        """What was kept, joined over the ranks of `group` in rank order, on the CPU, in the order it was kept.
+
+        Collective when a group is given; complete on the group's first rank, empty on the others.
+        """
+        if group is None:
+            return {name: tensor for name, (tensor, _) in self._kept.items()}
+        first = torch.distributed.get_rank(group) == 0
+        ranks: list[Any] | None = [None] * torch.distributed.get_world_size(group) if first else None
+        torch.distributed.gather_object(self._kept, ranks, dst=torch.distributed.get_global_rank(group, 0), group=group)
+        if ranks is None:
+            return {}
+        return {name: _join([kept[name][0] for kept in ranks], split) for name, (_, split) in self._kept.items()}
 
     def local_errors(self, group: torch.distributed.ProcessGroup | None = None) -> list[LocalError]:
         """The comparisons in the order they were first seen, merged over the ranks of `group` (None: this rank alone).
@@ -184,6 +201,10 @@ class Recorder:
                 for key, sums in other.items():
                     merged[key].merge(sums)
         return [_local_error(boundary, pin, sums) for (boundary, pin), sums in merged.items()]
+
+
+def _join(parts: list[torch.Tensor], split: Split) -> torch.Tensor:
+    return parts[0] if split == "whole" else torch.cat(parts, dim=0 if split == "rows" else 1)
 
 
 def _local_error(boundary: str, pin: str, sums: _Sums) -> LocalError:
@@ -211,6 +232,7 @@ class OpSwitch:
     active: frozenset[str]
     probe: Probe
     recorder: Recorder
+    calls: Counter[str] = field(default_factory=Counter)  # pin -> how often its arithmetic was what the arm returned
 
     def hooks(self, patches: Sequence[Patch]) -> tuple[Patch, ...]:
         """The patches this arm needs: those that carry an active pin, or all of them under a probe."""
@@ -226,13 +248,16 @@ class OpSwitch:
         parts: Callable[[Value], Mapping[str, torch.Tensor]],
         split: Split,
         chosen: Callable[[], Value] | None = None,
+        also: tuple[str, ...] = (),
     ) -> Value:
         """What the arm says of one call of one operation.
 
         native, pinned, exact: the engine's own operation, the pin and the unrounded float64 reference on the same inputs; none
-        may change its inputs. parts: a value -> boundary name -> this rank's tensor [rows, ...], padding already cut away.
+        may change its inputs. parts: a value -> boundary name -> this rank's tensor [rows, columns, ...], padding cut away.
         chosen: what the arm returns if that is neither wholly native nor wholly pinned; by default `pinned` if `pin` is active.
+        also: further pins whose arithmetic `chosen` holds when they are active.
         """
+        self.calls.update(p for p in (pin, *also) if p in self.active)
         pick = chosen or (pinned if pin in self.active else native)
         if self.probe == "none":
             return pick()
@@ -246,7 +271,7 @@ class OpSwitch:
         native_parts = parts(value_of(native))
         if self.probe == "boundary":
             for name, tensor in native_parts.items():
-                self.recorder.keep(name, tensor)
+                self.recorder.keep(name, tensor, split=split)
             return value_of(pick)
         pinned_parts, exact_parts = parts(value_of(pinned)), parts(exact())
         for name, tensor in native_parts.items():
