@@ -66,7 +66,7 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
         ids, text = data.get("token_ids"), data.get("text")
         if (ids is None) == (text is None):
             raise UsageError("prompt-malformed", "a prompt needs either text or token_ids", where=where)
-        if text is not None and not isinstance(text, str) or text == "":
+        if (text is not None and not isinstance(text, str)) or text == "":
             raise UsageError("prompt-malformed", "text must be a string that is not empty", where=where)
         out.append(Prompt(id=prompt_id, token_ids=_ids(ids, where, "token_ids") if ids is not None else (), text=text or ""))
     _unique([p.id for p in out], path)

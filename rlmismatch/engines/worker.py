@@ -123,7 +123,7 @@ class _Channel:
         line = self._file.readline()
         if not line:
             return {"op": "exit"}
-        self.store.set(key, line)
+        self.store.set(key, line.decode())
         request = json.loads(line)
         return dict(request)
 
@@ -243,6 +243,10 @@ class _Session:
 
     def _load(self, request: Mapping[str, Any]) -> Any:
         self.engine.load()
+        log = os.environ.get("RLMISMATCH_ENGINE_LOG")
+        if log:  # the test suite counts real engines by it
+            with open(log, "a") as file:
+                file.write(f"{self.worker.config.side} {self.worker.config.engine} {self.worker.rank}\n")
         yield {"done": {}}
 
     def _describe(self, request: Mapping[str, Any]) -> Any:

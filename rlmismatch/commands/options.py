@@ -1,0 +1,211 @@
+"""The options that every command shares, once. Names, defaults and help are the same everywhere, in YAML too (--config)."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rlmismatch.settings import Settings, parse_declarations, read_config, split_plant
+
+_DTYPES = click.Choice(["bfloat16", "float16", "float32"])
+FORMATS = ("console", "text", "json", "markdown", "html", "junit")
+
+
+def _config(ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
+    if value:
+        takes_list = {
+            p.name: bool(getattr(p, "multiple", False)) for p in ctx.command.params if p.name and p.name not in ("config", "help")
+        }
+        ctx.default_map = {**(ctx.default_map or {}), **read_config(Path(value), takes_list)}
+    return value
+
+
+_INPUT = [
+    click.option(
+        "--config",
+        metavar="FILE",
+        is_eager=True,
+        expose_value=False,
+        callback=_config,
+        help="YAML file with any of these options; the command line wins.",
+    ),
+    click.option(
+        "--ckpt", required=True, metavar="DIR", help="Hugging Face checkpoint folder (config.json + safetensors), loaded into both engines."
+    ),
+    click.option("--prompts", metavar="FILE", help="JSONL with text or token_ids. Default: fixtures-like prompts that fit the checkpoint."),
+    click.option("--rollout", metavar="FILE", help="JSONL with prompt_ids, response_ids and recorded logprobs; nothing is sampled then."),
+    click.option("--out", metavar="DIR", help="Folder for captures, report and logs. Default: runs/DATE-COMMAND."),
+    click.option("--max-new-tokens", type=click.IntRange(1), default=32, show_default=True, help="Tokens to sample per prompt."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Seed of sampling, bootstrap and sampled permutations."),
+]
+_SIDES = [
+    click.option("--trainer-tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks of the trainer."),
+    click.option("--rollout-tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks of the rollout."),
+    click.option(
+        "--sp/--no-sp", default=False, show_default=True, help="Sequence parallelism in the trainer (needs --trainer-tp 2 or more)."
+    ),
+    click.option("--dtype", type=_DTYPES, default="bfloat16", show_default=True, help="Model dtype of both sides."),
+    click.option("--trainer-dtype", type=_DTYPES, help="Model dtype of the trainer alone."),
+    click.option("--rollout-dtype", type=_DTYPES, help="Model dtype of the rollout alone."),
+    click.option(
+        "--device",
+        type=click.Choice(["auto", "cpu", "cuda"]),
+        default="auto",
+        show_default=True,
+        help="auto: cuda where a GPU is seen; printed.",
+    ),
+    click.option(
+        "--impl",
+        type=click.Choice(["auto", "reference", "triton"]),
+        default="auto",
+        show_default=True,
+        help="Arithmetic of the pins. auto: triton on cuda, reference on cpu; printed.",
+    ),
+    click.option(
+        "--trainer-spec",
+        type=click.Choice(["local", "te"]),
+        default="local",
+        show_default=True,
+        help="Megatron layer spec; te needs Transformer Engine and a GPU.",
+    ),
+    click.option("--trainer-python", metavar="PATH", help="Python of the trainer's own environment."),
+    click.option("--rollout-python", metavar="PATH", help="Python of the rollout's own environment."),
+    click.option("--trainer-env", multiple=True, metavar="K=V", help="Environment variable of the trainer alone (repeatable)."),
+    click.option("--rollout-env", multiple=True, metavar="K=V", help="Environment variable of the rollout alone (repeatable)."),
+    click.option("--nproc", type=click.IntRange(1), help="Ranks to start when not under torchrun. Default: what the larger side needs."),
+    click.option("--max-model-len", type=click.IntRange(2), help="Longest sequence. Default: what the tokens need."),
+    click.option("--chunk-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens per step of the chunked prefill."),
+    click.option("--block-size", type=click.IntRange(1), default=32, show_default=True, help="Tokens per KV cache block."),
+    click.option(
+        "--gpu-memory-fraction",
+        type=click.FloatRange(0.01, 0.95),
+        default=0.4,
+        show_default=True,
+        help="Share of a GPU for the rollout's weights and cache.",
+    ),
+    click.option(
+        "--temperature",
+        type=click.FloatRange(0.0, min_open=True),
+        default=1.0,
+        show_default=True,
+        help="Sampling temperature that both sides apply to the logits.",
+    ),
+    click.option(
+        "--vocab-padding-policy",
+        type=click.Choice(["include", "mask"]),
+        default="include",
+        show_default=True,
+        help="Padded vocabulary rows in the trainer's softmax: Megatron's own loss includes them.",
+    ),
+    click.option("--plant", multiple=True, metavar="ID[@SIDE]", help="Put a known fault in (repeatable); see `rlmismatch axes --plants`."),
+]
+_JUDGE = [
+    click.option(
+        "--oracle",
+        type=click.Choice(["float64", "float32", "off"]),
+        default="float64",
+        show_default=True,
+        help="Judge of who is further from the truth (transformers).",
+    ),
+    click.option("--budget", multiple=True, metavar="K=V|FILE", help="Limits, e.g. mean_abs=0.01 or a YAML file (repeatable)."),
+    click.option(
+        "--fail-on", default="contract,defect,drift", show_default=True, help="Kinds that fail the run; not comparable always does."
+    ),
+    click.option("--waive", multiple=True, metavar="AXIS:FIELD", help="Accept a difference by name; it is printed (repeatable)."),
+    click.option("--declare", multiple=True, metavar="[SIDE.]AXIS:FIELD=V", help="Declare what no engine reports (repeatable)."),
+    click.option("--axis", multiple=True, metavar="ID", help="Only this axis (repeatable)."),
+    click.option("--repeat", type=click.IntRange(2), default=2, show_default=True, help="Native runs per side for the floor."),
+    click.option(
+        "--timeout",
+        type=click.FloatRange(1),
+        default=900,
+        show_default=True,
+        help="Seconds without progress after which an engine counts as hung.",
+    ),
+]
+OUTPUT = [
+    click.option(
+        "--format", "format_", type=click.Choice(FORMATS), default="console", show_default=True, help="Form of the report on stdout."
+    ),
+    click.option("--json", "json_", is_flag=True, help="Short for --format json."),
+    click.option("--verbose", is_flag=True, help="Every contract field and sequence, not only what failed."),
+]
+
+
+def options(*groups: list[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a command with option groups, in the order of the help page."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        flat = [option for group in groups for option in group]
+        return functools.reduce(lambda f, option: option(f), reversed(flat), function)
+
+    return decorate
+
+
+SHARED = (_INPUT, _SIDES, _JUDGE, OUTPUT)
+
+
+def settings_of(command: str, given: dict[str, Any], *, knobs: dict[str, str | None] | None = None, attribute: bool = False) -> Settings:
+    """The settings of a command line; refuses what no single option could refuse."""
+    from rlmismatch import axes
+    from rlmismatch.errors import UsageError
+
+    values = {k: v for k, v in given.items() if k not in ("format_", "json_", "verbose")}
+    settings = Settings(command=command, attribute=attribute, knobs={k: v for k, v in (knobs or {}).items() if v is not None}, **values)
+    if settings.prompts and settings.rollout:
+        raise UsageError("prompts-and-rollout", "--prompts and --rollout exclude each other", hint="a rollout file holds its prompts")
+    if settings.sp and settings.trainer_tp == 1:
+        raise UsageError("sp-needs-tp", "--sp needs --trainer-tp of at least 2")
+    for axis in settings.axis:
+        axes.by_id(axis)
+    for text in settings.waive:
+        _known_field(text, "--waive")
+    for side in parse_declarations(settings.declare).values():
+        for key in side:
+            _known_field(key, "--declare")
+    for text in settings.plant:
+        _known_plant(*split_plant(text))
+    return settings
+
+
+def _known_field(key: str, option: str) -> None:
+    from rlmismatch import axes
+    from rlmismatch.errors import UsageError
+    from rlmismatch.settings import nearest
+
+    axis_id, colon, name = key.partition(":")
+    names = [f.name for f in axes.by_id(axis_id).fields] if colon else []
+    if name not in names:
+        raise UsageError(
+            "field-unknown", f"{option} {key}: no such field", hint=nearest(name, names) if names else "AXIS:FIELD, see `rlmismatch axes`"
+        )
+
+
+def _known_plant(plant: str, side: str) -> None:
+    from rlmismatch import axes
+    from rlmismatch.errors import UsageError
+    from rlmismatch.settings import nearest
+
+    plants = {p.id: p for axis in axes.ALL for p in axis.plants}
+    if plant not in plants:
+        raise UsageError("plant-unknown", f"no plant {plant!r}", hint=nearest(plant, plants))
+    if side not in plants[plant].sides:
+        raise UsageError(
+            "plant-side-impossible", f"{plant} cannot be put into the {side}", hint=f"it exists on: {', '.join(plants[plant].sides)}"
+        )
+
+
+def format_of(given: dict[str, Any]) -> str:
+    return "json" if given["json_"] else str(given["format_"])
+
+
+def command_line() -> str:
+    """The command as typed, for the report; under torchrun only our part of it."""
+    import shlex
+
+    return shlex.join(["rlmismatch", *sys.argv[1:]])
