@@ -45,6 +45,14 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
+def make_folder(path: Path) -> None:
+    """Create the run's folder and prove that it can be written to, before an engine is started."""
+    with _writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+    write_bytes(path / ".probe", b"x" * 65536)
+    (path / ".probe").unlink()
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Write `data` so that `path` either holds all of it or is as it was before."""
     with _writing(path):

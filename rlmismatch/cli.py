@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -100,4 +101,4 @@ def _show(error: RlmismatchError) -> None:
 
 
 def _wants_json(argv: list[str]) -> Any:
-    return "--json" in argv or "--format=json" in argv or any(a == "--format" and b == "json" for a, b in zip(argv, argv[1:], strict=False))
+    return "--json" in argv or "--format=json" in argv or any(a == "--format" and b == "json" for a, b in itertools.pairwise(argv))

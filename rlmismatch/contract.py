@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 
 class Tier(str, Enum):
@@ -31,23 +31,26 @@ class Evidence(str, Enum):
     UNKNOWN = "unknown"
 
 
-def _spec_field(tier: Tier, meaning: str) -> Any:
-    return field(metadata={"tier": tier, "meaning": meaning})
+Sides = Literal["both", "trainer", "rollout"]
 
 
-def identical(meaning: str) -> Any:
-    """A spec field whose difference makes the two sides not comparable."""
-    return _spec_field(Tier.IDENTICAL, meaning)
+def _spec_field(tier: Tier, meaning: str, side: Sides) -> Any:
+    return field(metadata={"tier": tier, "meaning": meaning, "side": side})
 
 
-def semantic(meaning: str) -> Any:
-    """A spec field on which both sides must agree, and which must be known where it applies."""
-    return _spec_field(Tier.SEMANTIC, meaning)
+def identical(meaning: str, *, side: Sides = "both") -> Any:
+    """A spec field whose difference makes the two sides not comparable. `side`: the one side that can have it."""
+    return _spec_field(Tier.IDENTICAL, meaning, side)
 
 
-def recorded(meaning: str) -> Any:
+def semantic(meaning: str, *, side: Sides = "both") -> Any:
+    """A spec field on which both sides must agree, and which must be known where it applies. `side`: the one side that can have it."""
+    return _spec_field(Tier.SEMANTIC, meaning, side)
+
+
+def recorded(meaning: str, *, side: Sides = "both") -> Any:
     """A spec field that is shown and never compared for equality."""
-    return _spec_field(Tier.RECORDED, meaning)
+    return _spec_field(Tier.RECORDED, meaning, side)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +60,15 @@ class FieldSpec:
     name: str
     tier: Tier
     meaning: str
+    side: Sides = "both"
 
 
 def fields_of(spec: type[Any]) -> tuple[FieldSpec, ...]:
     """The fields of a spec dataclass (`@dataclass` with `identical` / `semantic` / `recorded` fields), in order."""
-    return tuple(FieldSpec(name=f.name, tier=f.metadata["tier"], meaning=f.metadata["meaning"]) for f in dataclasses.fields(spec))
+    return tuple(
+        FieldSpec(name=f.name, tier=f.metadata["tier"], meaning=f.metadata["meaning"], side=f.metadata["side"])
+        for f in dataclasses.fields(spec)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +178,7 @@ def compare(
     *,
     waivers: Iterable[str] = (),
     contradictions: Iterable[str] = (),
-    one_sided: Mapping[str, str] | None = None,
+    one_sided: Mapping[str, Sides] | None = None,
 ) -> tuple[FieldComparison, ...]:
     """Compare the two sides' readings over every field of every axis in `axes`.
 
@@ -186,10 +193,12 @@ def compare(
         for spec in specs:
             t = trainer.get(axis, {}).get(spec.name, missing)
             r = rollout.get(axis, {}).get(spec.name, missing)
-            if axis in sided:
-                other = not_applicable(f"{sided[axis]} only")
-                t, r = (t, other) if sided[axis] == "trainer" else (other, r)
-                outcome = _one_side_outcome(spec.tier, t if sided[axis] == "trainer" else r)
+            side = sided.get(axis, spec.side)
+            if side != "both":
+                only = t if side == "trainer" else r
+                other = not_applicable(f"{side} only")
+                t, r = (only, other) if side == "trainer" else (other, only)
+                outcome = _one_side_outcome(spec.tier, only)
             else:
                 outcome = _outcome(spec.tier, t, r)
             key = f"{axis}:{spec.name}"
@@ -199,7 +208,9 @@ def compare(
             if failed and key in waived:
                 outcome, failed = Outcome.WAIVED, False
             out.append(
-                FieldComparison(axis=axis, field=spec.name, tier=spec.tier, trainer=t, rollout=r, outcome=outcome, fails=spec.tier if failed else None)
+                FieldComparison(
+                    axis=axis, field=spec.name, tier=spec.tier, trainer=t, rollout=r, outcome=outcome, fails=spec.tier if failed else None
+                )
             )
     return tuple(out)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,29 +75,30 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
 
 def read_rollout(path: Path) -> tuple[Sequence, ...]:
     """Sequences of a rollout file. Errors name file and line."""
-    out: list[Sequence] = []
-    for where, data in _jsonl(path):
-        recorded = data.get("logprobs")
-        if recorded is not None:
-            if not isinstance(recorded, list) or not all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in recorded):
-                raise UsageError("rollout-malformed", "logprobs must be a list of numbers", where=where)
-            bad = [i for i, x in enumerate(recorded) if not math.isfinite(x)]
-            if bad:
-                raise UsageError("rollout-not-finite", f"recorded log-prob {bad[0]} is {recorded[bad[0]]}", where=where)
-        try:
-            out.append(
-                Sequence(
-                    id=str(data.get("id", len(out))),
-                    prompt_ids=_ids(data.get("prompt_ids"), where, "prompt_ids"),
-                    response_ids=_ids(data.get("response_ids"), where, "response_ids"),
-                    recorded_logprobs=None if recorded is None else tuple(float(x) for x in recorded),
-                    text=str(data.get("text", "")),
-                )
-            )
-        except ValueError as error:
-            raise UsageError("rollout-malformed", str(error), where=where) from None
+    out = [sequence_from_json({"id": str(n), **data}, where) for n, (where, data) in enumerate(_jsonl(path))]
     _unique([s.id for s in out], path)
     return tuple(out)
+
+
+def sequence_from_json(data: Mapping[str, Any], where: str) -> Sequence:
+    """One sequence from its JSON form. Raises UsageError naming `where`."""
+    recorded = data.get("logprobs")
+    if recorded is not None:
+        if not isinstance(recorded, list) or not all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in recorded):
+            raise UsageError("rollout-malformed", "logprobs must be a list of numbers", where=where)
+        bad = [i for i, x in enumerate(recorded) if not math.isfinite(x)]
+        if bad:
+            raise UsageError("rollout-not-finite", f"recorded log-prob {bad[0]} is {recorded[bad[0]]}", where=where)
+    try:
+        return Sequence(
+            id=str(data["id"]),
+            prompt_ids=_ids(data.get("prompt_ids"), where, "prompt_ids"),
+            response_ids=_ids(data.get("response_ids"), where, "response_ids"),
+            recorded_logprobs=None if recorded is None else tuple(float(x) for x in recorded),
+            text=str(data.get("text", "")),
+        )
+    except ValueError as error:
+        raise UsageError("rollout-malformed", str(error), where=where) from None
 
 
 def write_rollout(path: Path, sequences: Iterable[Sequence]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,9 @@ def options(*groups: list[Any]) -> Callable[[Callable[..., Any]], Callable[..., 
 SHARED = (_INPUT, _SIDES, _JUDGE, OUTPUT)
 
 
-def settings_of(command: str, given: dict[str, Any], *, knobs: dict[str, str | None] | None = None, attribute: bool = False) -> Settings:
+def settings_of(
+    command: str, given: Mapping[str, Any], *, knobs: Mapping[str, str | None] | None = None, attribute: bool = False
+) -> Settings:
     """The settings of a command line; refuses what no single option could refuse."""
     from rlmismatch import axes
     from rlmismatch.errors import UsageError
@@ -164,16 +166,16 @@ def settings_of(command: str, given: dict[str, Any], *, knobs: dict[str, str | N
     for axis in settings.axis:
         axes.by_id(axis)
     for text in settings.waive:
-        _known_field(text, "--waive")
+        known_field(text, "--waive")
     for side in parse_declarations(settings.declare).values():
         for key in side:
-            _known_field(key, "--declare")
+            known_field(key, "--declare")
     for text in settings.plant:
         _known_plant(*split_plant(text))
     return settings
 
 
-def _known_field(key: str, option: str) -> None:
+def known_field(key: str, option: str) -> None:
     from rlmismatch import axes
     from rlmismatch.errors import UsageError
     from rlmismatch.settings import nearest
@@ -200,7 +202,7 @@ def _known_plant(plant: str, side: str) -> None:
         )
 
 
-def format_of(given: dict[str, Any]) -> str:
+def format_of(given: Mapping[str, Any]) -> str:
     return "json" if given["json_"] else str(given["format_"])
 
 

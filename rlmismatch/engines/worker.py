@@ -280,16 +280,7 @@ class _Session:
         yield {"done": {"sequences": [s.to_json() for s in sequences]}}
 
     def _sequences(self, request: Mapping[str, Any]) -> Any:
-        self.asked = tuple(
-            Sequence(
-                id=s["id"],
-                prompt_ids=tuple(s["prompt_ids"]),
-                response_ids=tuple(s["response_ids"]),
-                recorded_logprobs=None if s.get("logprobs") is None else tuple(s["logprobs"]),
-                text=s.get("text", ""),
-            )
-            for s in request["sequences"]
-        )
+        self.asked = tuple(tokens.sequence_from_json(row, "the driver's request") for row in request["sequences"])
         self.sequences = self.asked
         if "two_bos" in self.worker.config.plants:
             self.sequences = tuple(dataclasses.replace(s, prompt_ids=(s.prompt_ids[0], *s.prompt_ids)) for s in self.asked)

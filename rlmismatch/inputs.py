@@ -1,0 +1,97 @@
+"""What a run works on, checked before any engine starts: checkpoint, prompts or rollout, device, lengths."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from rlmismatch import tokens
+from rlmismatch.checkpoint import Checkpoint
+from rlmismatch.errors import EnvironmentUnfitError, UsageError
+from rlmismatch.settings import Settings
+from rlmismatch.tokens import Prompt, Sequence
+
+_DEFAULT_TEXTS: Final = (
+    "The capital of France is",
+    "Water boils at one hundred degrees Celsius because",
+    "List three reasons why a train may be late:",
+    "Once upon a time, in a small village by the sea,",
+)
+_DEFAULT_LENGTHS: Final = (5, 17, 33, 12)  # below, at and above a KV block of 16 or 32, and one in between
+_DEFAULT_MODEL_LEN: Final = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """A checked run: sequences if a rollout file was given, prompts otherwise."""
+
+    checkpoint: Checkpoint
+    prompts: tuple[Prompt, ...]
+    sequences: tuple[Sequence, ...]
+    device: Literal["cpu", "cuda"]
+    impl: Literal["reference", "triton"]
+    max_model_len: int
+
+
+def prepare(settings: Settings) -> Inputs:
+    """Check everything that needs no engine. Raises UsageError with what to mend, EnvironmentUnfitError for a missing device."""
+    checkpoint = Checkpoint.open(Path(settings.ckpt))
+    config = checkpoint.config
+    config.check_fits(settings.trainer_tp, side="trainer", sp=settings.sp)
+    config.check_fits(settings.rollout_tp, side="rollout")
+    sequences = tokens.read_rollout(Path(settings.rollout)) if settings.rollout else ()
+    if settings.prompts:
+        prompts = tokens.read_prompts(Path(settings.prompts))
+    else:
+        prompts = () if settings.rollout else default_prompts(config.vocab_size, text=checkpoint.has_tokenizer)
+    texts = [p.id for p in prompts if p.text]
+    if texts and not checkpoint.has_tokenizer:
+        raise UsageError(
+            "tokenizer-missing",
+            f"prompt {texts[0]!r} is text, but {settings.ckpt} has no tokenizer",
+            where=settings.prompts or "",
+            hint="give token_ids instead of text, or copy tokenizer.json into the checkpoint",
+        )
+    limit = min(config.max_positions, settings.max_model_len or config.max_positions)
+    source = settings.prompts or settings.rollout or ""
+    reserve = 0 if settings.rollout else settings.max_new_tokens
+    tokens.check_ids((*prompts, *sequences), vocab_size=config.vocab_size, max_positions=limit, reserve=reserve, source=source)
+    longest = max((len(s.token_ids) + reserve for s in (*prompts, *sequences)), default=0)
+    device = _device(settings)
+    return Inputs(
+        checkpoint=checkpoint,
+        prompts=prompts,
+        sequences=sequences,
+        device=device,
+        impl=settings.impl if settings.impl != "auto" else ("triton" if device == "cuda" else "reference"),
+        # One more position: a scoring request still has to emit a token.
+        max_model_len=min(limit, settings.max_model_len or max(longest + 1, _DEFAULT_MODEL_LEN)),
+    )
+
+
+def default_prompts(vocab_size: int, *, text: bool) -> tuple[Prompt, ...]:
+    """The prompts of a run that names none: plain text where there is a tokenizer, else fixed token ids of mixed lengths."""
+    if text:
+        return tuple(Prompt(id=f"text-{i}", text=words) for i, words in enumerate(_DEFAULT_TEXTS))
+    rng = random.Random(0)
+    return tuple(
+        Prompt(id=f"ids-{n}", token_ids=tuple(rng.randrange(3, min(vocab_size, 1000)) for _ in range(n))) for n in _DEFAULT_LENGTHS
+    )
+
+
+def _device(settings: Settings) -> Literal["cpu", "cuda"]:
+    if settings.device == "cpu":
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if settings.device == "cuda":
+        raise EnvironmentUnfitError(
+            "no-cuda-device",
+            "--device cuda, but no CUDA device is visible",
+            hint="use --device cpu, or check the driver and CUDA_VISIBLE_DEVICES",
+        )
+    return "cpu"

@@ -1,0 +1,311 @@
+"""Which arms are run, in which order, on which side: drives the engines and leaves captures behind.
+
+Nothing is judged here but what decides whether to go on: numbers of sides that are not comparable are void, so they are not taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from rlmismatch import __version__, assemble, attribution, axes, capture, tokens
+from rlmismatch.axes.base import Axis
+from rlmismatch.checkpoint import Checkpoint
+from rlmismatch.engines.launch import Controller, SideLaunch
+from rlmismatch.engines.protocol import Arm, SideConfig, SideName
+from rlmismatch.engines.protocol import Path as ScorePath
+from rlmismatch.errors import EnvironmentUnfitError, InconclusiveError
+from rlmismatch.inputs import Inputs
+from rlmismatch.pins.spec import PINS
+from rlmismatch.settings import Settings, parse_env
+from rlmismatch.tokens import Sequence
+
+ROLLOUT_PATHS: Final[tuple[ScorePath, ...]] = ("prefill", "chunked", "decode")
+NATIVE: Final = "native"
+RETURN: Final = "native.return"
+LOCAL: Final = "local"
+BOUNDARY: Final = "boundary"
+ORACLE: Final = "oracle"
+
+# Knob value -> pins that stay in force in every arm, the native one included.
+BASE_PINS: Final[dict[tuple[str, str], tuple[str, ...]]] = {
+    ("gemm.kernel", "triton"): ("gemm",),
+    ("gemm.forward_reduce", "rank_order"): ("forward_reduce",),
+    ("attention", "off"): ("attention",),
+    ("attention.rope", "unfused_fp32"): ("rope",),
+    ("logprob.head_gemm_kernel", "triton"): ("head_gemm",),
+}
+
+
+class Progress(Protocol):
+    """Told what is going on; the terminal's progress bar implements it."""
+
+    def step(self, text: str) -> None: ...
+
+    def arms(self, text: str, total: int) -> None: ...
+
+    def arm_done(self, side: SideName, arm: str) -> None: ...
+
+
+def arm_id(pins: frozenset[str]) -> str:
+    """The canonical id of an arm that pins exactly `pins`."""
+    if not pins:
+        return NATIVE
+    return "pins=all" if pins == frozenset(PINS) else "pins=" + "+".join(p for p in PINS if p in pins)
+
+
+def base_pins(settings: Settings) -> frozenset[str]:
+    """Pins that a knob of the command line keeps in force throughout."""
+    return frozenset(pin for knob, value in settings.knobs.items() for pin in BASE_PINS.get((knob, str(value)), ()))
+
+
+def base_knobs(settings: Settings) -> dict[str, Any]:
+    """Knobs that the adapters set in every arm."""
+    return {k: v for k, v in settings.knobs.items() if k == "logprob.reduce"}
+
+
+def wanted_axes(settings: Settings) -> tuple[Axis, ...]:
+    """The axes a command speaks of. An axis asked for by name that is not built yet is an error (exit 7)."""
+    if settings.axis:
+        chosen = tuple(axes.by_id(a) for a in settings.axis)
+        missing = [a.id for a in chosen if a.built == "not_built"]
+        if missing:
+            raise EnvironmentUnfitError(
+                "axis-not-built", f"{', '.join(missing)}: not built yet", hint="see `rlmismatch axes` for what can run"
+            )
+        return chosen
+    return axes.ALL if settings.command == "probe" else axes.family(settings.command)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Run:
+    """One run: the controller, the folder, and what was checked before."""
+
+    settings: Settings
+    inputs: Inputs
+    folder: Path
+    controller: Controller
+    progress: Progress
+    command_line: str
+    sequences: tuple[Sequence, ...] = ()
+
+    def execute(self) -> None:
+        """Run every arm the command needs and leave the captures in `folder`. The caller seals."""
+        started = time.time()
+        self._write_run(started, finished=None)
+        sides = self._launches()
+        self.progress.step("hashing the checkpoint's tensors")
+        self._digests = self.inputs.checkpoint.digests()
+        self.progress.step("starting " + " and ".join(f"{s.config.engine} (TP{s.config.tp}{'+SP' if s.config.sp else ''})" for s in sides))
+        for side in sides:
+            self.controller.start(side)
+            self.controller.request(side.config.side, {"op": "load"})
+        names: list[SideName] = [s.config.side for s in sides]
+        self.controller.collect(names)
+        self._make_sequences()
+        self._describe(names)
+        void = assemble.void_reasons(self.folder)
+        if not void:
+            self._measure(names)
+        for name in names:
+            self.controller.stop(name)
+        self._write_run(started, finished=time.time())
+
+    def _launches(self) -> tuple[SideLaunch, ...]:
+        s, i = self.settings, self.inputs
+        shared: dict[str, Any] = {
+            "ckpt": str(i.checkpoint.path),
+            "device": i.device,
+            "impl": i.impl,
+            "seed": s.seed,
+            "max_model_len": i.max_model_len,
+            "block_size": s.block_size,
+            "chunk_size": s.chunk_size,
+            "gpu_memory_fraction": s.gpu_memory_fraction,
+            "temperature": s.temperature,
+            "knobs": {"bos_token_id": i.checkpoint.config.bos_token_id},
+        }
+        trainer = SideConfig(
+            side="trainer",
+            engine="megatron",
+            tp=s.trainer_tp,
+            sp=s.sp,
+            dtype=s.trainer_dtype or s.dtype,
+            trainer_spec=s.trainer_spec,
+            vocab_padding_policy=s.vocab_padding_policy,
+            plants=s.plants_of("trainer"),
+            **shared,
+        )
+        rollout = SideConfig(
+            side="rollout", engine="vllm", tp=s.rollout_tp, dtype=s.rollout_dtype or s.dtype, plants=s.plants_of("rollout"), **shared
+        )
+        out = [
+            SideLaunch(config=trainer, python=s.trainer_python or sys.executable, env=parse_env(s.trainer_env, "--trainer-env")),
+            SideLaunch(config=rollout, python=s.rollout_python or sys.executable, env=parse_env(s.rollout_env, "--rollout-env")),
+        ]
+        if s.oracle != "off":
+            judge = SideConfig(side="oracle", engine="oracle", dtype=s.dtype, oracle_dtype=s.oracle, **shared)
+            out.append(SideLaunch(config=judge, python=s.trainer_python or sys.executable))
+        return tuple(out)
+
+    def _write_run(self, started: float, finished: float | None) -> None:
+        config = self.inputs.checkpoint.config
+        capture.write_json(
+            self.folder / "run.json",
+            {
+                "schema": capture.SCHEMA_VERSION,
+                "tool_version": __version__,
+                "command_line": self.command_line,
+                "settings": self.settings.to_json(),
+                "resolved": {"device": self.inputs.device, "impl": self.inputs.impl, "max_model_len": self.inputs.max_model_len},
+                "world_size": self.controller.node.world.size,
+                "torchrun": self.controller.node.world.torchrun,
+                "started": datetime.datetime.fromtimestamp(started, datetime.UTC).isoformat(timespec="seconds"),
+                "seconds": None if finished is None else finished - started,
+                "checkpoint": {
+                    "path": str(self.inputs.checkpoint.path.resolve()),
+                    "architecture": config.architecture,
+                    "num_layers": config.num_layers,
+                    "num_heads": config.num_heads,
+                    "num_kv_heads": config.num_kv_heads,
+                    "qk_norm": config.qk_norm,
+                    "vocab_size": config.vocab_size,
+                    "tied": config.tied,
+                    "digests": getattr(self, "_digests", {}),
+                },
+                "host": host_facts(),
+            },
+        )
+
+    def _make_sequences(self) -> None:
+        """Take the rollout file's sequences, or let the rollout engine sample them; then every side gets the same ids."""
+        s = self.settings
+        if self.inputs.sequences:
+            self.sequences = self.inputs.sequences
+        else:
+            self.progress.step(f"sampling {len(self.inputs.prompts)} responses with vLLM")
+            request = {
+                "op": "generate",
+                "prompts": [dataclasses.asdict(p) for p in self.inputs.prompts],
+                "max_new_tokens": s.max_new_tokens,
+                "seed": s.seed,
+            }
+            answer = self.controller.call("rollout", request)
+            self.sequences = tuple(tokens.sequence_from_json(row, "the rollout engine's answer") for row in answer["sequences"])
+            config = self.inputs.checkpoint.config
+            tokens.check_ids(self.sequences, vocab_size=config.vocab_size, max_positions=config.max_positions, source=s.prompts or "")
+        if not sum(len(x.response_ids) for x in self.sequences):
+            raise InconclusiveError("nothing-to-score", "no sequence has a response token: nothing can be compared")
+        tokens.write_rollout(self.folder / "tokens.jsonl", self.sequences)
+
+    def _describe(self, names: Seq[SideName]) -> None:
+        self.progress.step("reading contracts and weights back from the live engines")
+        message = {"op": "sequences", "sequences": [x.to_json() for x in self.sequences]}
+        for op in (message, {"op": "describe"}):
+            for name in names:
+                self.controller.request(name, op)
+            self.controller.collect(names)
+
+    def _measure(self, names: Seq[SideName]) -> None:
+        s = self.settings
+        base = base_pins(s)
+        every = frozenset(PINS)
+        full: list[tuple[str, frozenset[str], tuple[ScorePath, ...]]] = [(NATIVE, base, ROLLOUT_PATHS)]
+        full += [(f"{NATIVE}.repeat{n}", base, ("prefill", "decode")) for n in range(1, s.repeat)]
+        full += [(arm_id(every), every, ROLLOUT_PATHS)]
+        for axis in self._measured_axes():
+            pins = frozenset(axis.pins)
+            paths: tuple[ScorePath, ...] = ROLLOUT_PATHS if axis.ratio == "prefill/decode" else ("prefill",)
+            full += [(arm_id(base | pins), base | pins, paths), (arm_id(every - pins), every - pins, paths)]
+        merged: dict[str, tuple[frozenset[str], tuple[ScorePath, ...]]] = {}
+        for name, pins, paths in full:
+            merged[name] = (pins, max(paths, merged.get(name, (pins, ()))[1], key=len))
+        probes = [Arm(id=LOCAL, pins=base, probe="local", paths=("prefill",))]
+        if s.attribute:
+            probes.append(Arm(id=BOUNDARY, pins=every, probe="boundary", paths=("prefill",)))
+        knobs = base_knobs(s)
+        arms = [Arm(id=name, pins=pins, paths=paths, settings=knobs) for name, (pins, paths) in merged.items()]
+        oracle = [Arm(id=ORACLE, paths=("oracle", "plain"))] if "oracle" in names else []
+        self._run_arms("measuring", arms + probes, oracle)
+        if s.attribute:
+            self._attribute(knobs, base)
+        self._run_arms("checking that native bits return", [Arm(id=RETURN, pins=base, paths=("prefill",), settings=knobs)])
+
+    def _measured_axes(self) -> list[Axis]:
+        """Axes with a pin that this command gives numbers to, structural zeros left out."""
+        setup = assemble.setup_of(self.folder)
+        wanted = () if self.settings.command == "probe" and not self.settings.axis else wanted_axes(self.settings)
+        return [a for a in wanted if a.pins and a.built in ("complete", "pin_only") and not a.structural_zero(setup)]
+
+    def _attribute(self, knobs: dict[str, Any], base: frozenset[str]) -> None:
+        if assemble.contract_broken(self.folder):
+            return  # the report says why: a broken contract is no rounding
+        players = assemble.players(self.folder)
+        while True:
+            table = assemble.drift_table(self.folder)
+            missing = attribution.next_arms(table, players, **assemble.attribution_options(self.folder))
+            if not missing:
+                return
+            arms = [Arm(id=arm_id(base | pins), pins=base | pins, paths=("prefill",), settings=knobs) for pins in missing]
+            self._run_arms("attributing", arms)
+
+    def _run_arms(self, text: str, arms: Iterable[Arm], oracle: Seq[Arm] = ()) -> None:
+        """Both engines run the same arms at the same time; the trainer has one path, its forward."""
+        rollout = list(arms)
+        trainer = [dataclasses.replace(arm, paths=("forward",)) for arm in rollout]
+        self.progress.arms(text, len(rollout) + len(trainer) + len(oracle))
+        self.controller.run_arms({"trainer": trainer, "rollout": rollout, "oracle": list(oracle)})
+
+
+def host_facts() -> dict[str, Any]:
+    """What of this machine can move a number."""
+    facts: dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "hostname": socket.gethostname(),
+        "cpu_count": os.cpu_count(),
+        "env": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_ENV_PREFIXES)},
+    }
+    commit = _commit()
+    return {**facts, "commit": commit} if commit else facts
+
+
+_ENV_PREFIXES: Final = (
+    "NCCL_",
+    "CUBLAS_",
+    "CUDA_",
+    "NVTE_",
+    "VLLM_",
+    "OMP_",
+    "MKL_",
+    "ONEDNN_",
+    "TORCH_",
+    "TRITON_",
+    "NVSHMEM_",
+    "OPENBLAS_",
+    "GLOO_",
+)
+
+
+def _commit() -> str | None:
+    """The git commit of this tool's source tree, if it runs from one."""
+    import subprocess
+
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    done = subprocess.run(["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
+
+
+Render = Callable[[Path], int]
+__all__ = ["NATIVE", "Checkpoint", "Progress", "Run", "arm_id", "base_pins", "wanted_axes"]
