@@ -1,0 +1,22 @@
+"""Specification of `gemm`: float64 products, one rounding."""
+
+from __future__ import annotations
+
+import torch
+
+from rlmismatch.kernels.common.rounding import round_once
+from rlmismatch.kernels.common.tree import pairwise_tree
+
+
+def linear(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, *, out_dtype: torch.dtype) -> torch.Tensor:
+    """[..., N] in `out_dtype`; float64 is unrounded."""
+    out_MN = x_MK.double() @ weight_NK.double().T
+    if bias_N is not None:
+        out_MN = out_MN + bias_N.double()
+    return round_once(out_MN, out_dtype)
+
+
+def row_partial(x_MK: torch.Tensor, weight_NK: torch.Tensor, *, chunks: int) -> torch.Tensor:
+    """Float64 [..., N]: `chunks` equal pieces of K, each a product of its own, joined by the tree."""
+    parts = [x.double() @ weight.double().T for x, weight in zip(x_MK.chunk(chunks, dim=-1), weight_NK.chunk(chunks, dim=-1), strict=True)]
+    return pairwise_tree(parts, torch.add)
