@@ -6,7 +6,7 @@ CONTRIBUTING.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -45,6 +45,8 @@ class Setup:
     has_qk_norm: bool = True
     pad_rows: int = 0
     trainer_spec: str = "local"
+    equal_payload: bool = False  # the two sums over ranks that are compared take operands of one dtype and add in one dtype
+    rollout_kv_splits: int | None = None  # KV splits per query row in the rollout's attention; None = not known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +58,16 @@ class Axis:
     asks: str  # the question it answers
     spec: type[Any]  # the contract dataclass
     field_names: tuple[str, ...] = ()  # the fields of `spec` that are this axis' own; () = all
+    # field -> "axis:field" keys whose fact it states again: it fails after its originals, and a waiver of one covers it
+    mirrors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    only_with_tp: tuple[str, ...] = ()  # fields that are not applicable on a side with TP1
+    values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # field -> the values it can take, where they are a list
     knobs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # knob -> values; () = free value
     pin: str = ""  # what the deterministic path is, in words; "" = contract only
     pins: tuple[str, ...] = ()  # ids of the pins that hold it (pins/spec.py)
     measure: str = ""
     trap: str = ""
+    hint: str = ""  # what to change when a field of this axis fails, in the words of the command line
     zero: Mapping[str, str] = field(default_factory=dict)  # rule name (ZERO_RULES) -> words of the report
     plants: tuple[Plant, ...] = ()
     side: Literal["both", "trainer", "rollout"] = "both"
@@ -73,6 +80,10 @@ class Axis:
         unknown = set(self.zero) - set(ZERO_RULES)
         if unknown:
             raise ValueError(f"{self.id}: unknown zero rules {sorted(unknown)}")
+        named = {*self.field_names, *self.mirrors, *self.only_with_tp, *self.values}
+        strangers = named - {f.name for f in fields_of(self.spec)}
+        if strangers:
+            raise ValueError(f"{self.id}: {self.spec.__name__} has no field {sorted(strangers)}")
 
     @property
     def fields(self) -> tuple[FieldSpec, ...]:
@@ -86,13 +97,13 @@ class Axis:
 
 
 # Predicates over a Setup, by name, so that an axis stays data.
-ZERO_RULES: Mapping[str, Any] = {
+ZERO_RULES: Mapping[str, Callable[[Setup], bool]] = {
     "tp1": lambda s: s.trainer_tp == 1 and s.rollout_tp == 1,
     "trainer_tp1": lambda s: s.trainer_tp == 1,
-    "trainer_tp2": lambda s: s.trainer_tp == 2,
+    "trainer_tp2_equal_payload": lambda s: s.trainer_tp == 2 and s.equal_payload,
     "rollout_tp1": lambda s: s.rollout_tp == 1,
     "tp_le_2": lambda s: s.trainer_tp <= 2 and s.rollout_tp <= 2,
-    "cp1": lambda s: s.cp == 1,
+    "no_merge": lambda s: s.cp == 1 and s.rollout_kv_splits == 1,
     "no_pad_rows": lambda s: s.pad_rows == 0,
     "no_qk_norm": lambda s: not s.has_qk_norm,
     "gqa_trivial": lambda s: s.num_kv_heads in (1, s.num_heads),
