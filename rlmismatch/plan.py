@@ -12,38 +12,21 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from rlmismatch import __version__, assemble, attribution, axes, capture, tokens
+from rlmismatch import __version__, attribution, axes, capture, tokens
+from rlmismatch.arms import ALL, BOUNDARY, LOCAL, NATIVE, ORACLE, RETURN, ROLLOUT_PATHS, arm_id, base_knobs, base_pins, repeat_id
 from rlmismatch.axes.base import Axis
-from rlmismatch.checkpoint import Checkpoint
 from rlmismatch.engines.launch import Controller, SideLaunch
-from rlmismatch.engines.protocol import Arm, SideConfig, SideName
-from rlmismatch.engines.protocol import Path as ScorePath
+from rlmismatch.engines.protocol import Arm, ScorePath, SideConfig, SideName
 from rlmismatch.errors import EnvironmentUnfitError, InconclusiveError
+from rlmismatch.evidence import Evidence
 from rlmismatch.inputs import Inputs
-from rlmismatch.pins.spec import PINS
 from rlmismatch.settings import Settings, parse_env
 from rlmismatch.tokens import Sequence
-
-ROLLOUT_PATHS: Final[tuple[ScorePath, ...]] = ("prefill", "chunked", "decode")
-NATIVE: Final = "native"
-RETURN: Final = "native.return"
-LOCAL: Final = "local"
-BOUNDARY: Final = "boundary"
-ORACLE: Final = "oracle"
-
-# Knob value -> pins that stay in force in every arm, the native one included.
-BASE_PINS: Final[dict[tuple[str, str], tuple[str, ...]]] = {
-    ("gemm.kernel", "triton"): ("gemm",),
-    ("gemm.forward_reduce", "rank_order"): ("forward_reduce",),
-    ("attention", "off"): ("attention",),
-    ("attention.rope", "unfused_fp32"): ("rope",),
-    ("logprob.head_gemm_kernel", "triton"): ("head_gemm",),
-}
 
 
 class Progress(Protocol):
@@ -54,23 +37,6 @@ class Progress(Protocol):
     def arms(self, text: str, total: int) -> None: ...
 
     def arm_done(self, side: SideName, arm: str) -> None: ...
-
-
-def arm_id(pins: frozenset[str]) -> str:
-    """The canonical id of an arm that pins exactly `pins`."""
-    if not pins:
-        return NATIVE
-    return "pins=all" if pins == frozenset(PINS) else "pins=" + "+".join(p for p in PINS if p in pins)
-
-
-def base_pins(settings: Settings) -> frozenset[str]:
-    """Pins that a knob of the command line keeps in force throughout."""
-    return frozenset(pin for knob, value in settings.knobs.items() for pin in BASE_PINS.get((knob, str(value)), ()))
-
-
-def base_knobs(settings: Settings) -> dict[str, Any]:
-    """Knobs that the adapters set in every arm."""
-    return {k: v for k, v in settings.knobs.items() if k == "logprob.reduce"}
 
 
 def wanted_axes(settings: Settings) -> tuple[Axis, ...]:
@@ -113,8 +79,7 @@ class Run:
         self.controller.collect(names)
         self._make_sequences()
         self._describe(names)
-        void = assemble.void_reasons(self.folder)
-        if not void:
+        if not Evidence(self.folder).void:
             self._measure(names)
         for name in names:
             self.controller.stop(name)
@@ -132,7 +97,7 @@ class Run:
             "chunk_size": s.chunk_size,
             "gpu_memory_fraction": s.gpu_memory_fraction,
             "temperature": s.temperature,
-            "knobs": {"bos_token_id": i.checkpoint.config.bos_token_id},
+            "bos_token_id": i.checkpoint.config.bos_token_id,
         }
         trainer = SideConfig(
             side="trainer",
@@ -218,14 +183,14 @@ class Run:
     def _measure(self, names: Seq[SideName]) -> None:
         s = self.settings
         base = base_pins(s)
-        every = frozenset(PINS)
+        every = ALL
         full: list[tuple[str, frozenset[str], tuple[ScorePath, ...]]] = [(NATIVE, base, ROLLOUT_PATHS)]
-        full += [(f"{NATIVE}.repeat{n}", base, ("prefill", "decode")) for n in range(1, s.repeat)]
-        full += [(arm_id(every), every, ROLLOUT_PATHS)]
+        full += [(repeat_id(n), base, ("prefill", "decode")) for n in range(1, s.repeat)]
+        full += [(arm_id(every, base), every, ROLLOUT_PATHS)]
         for axis in self._measured_axes():
             pins = frozenset(axis.pins)
             paths: tuple[ScorePath, ...] = ROLLOUT_PATHS if axis.ratio == "prefill/decode" else ("prefill",)
-            full += [(arm_id(base | pins), base | pins, paths), (arm_id(every - pins), every - pins, paths)]
+            full += [(arm_id(base | pins, base), base | pins, paths), (arm_id(every - pins, base), every - pins, paths)]
         merged: dict[str, tuple[frozenset[str], tuple[ScorePath, ...]]] = {}
         for name, pins, paths in full:
             merged[name] = (pins, max(paths, merged.get(name, (pins, ()))[1], key=len))
@@ -242,20 +207,16 @@ class Run:
 
     def _measured_axes(self) -> list[Axis]:
         """Axes with a pin that this command gives numbers to, structural zeros left out."""
-        setup = assemble.setup_of(self.folder)
+        setup = Evidence(self.folder).setup
         wanted = () if self.settings.command == "probe" and not self.settings.axis else wanted_axes(self.settings)
         return [a for a in wanted if a.pins and a.built in ("complete", "pin_only") and not a.structural_zero(setup)]
 
     def _attribute(self, knobs: dict[str, Any], base: frozenset[str]) -> None:
-        if assemble.contract_broken(self.folder):
+        evidence = Evidence(self.folder)
+        if evidence.broken:
             return  # the report says why: a broken contract is no rounding
-        players = assemble.players(self.folder)
-        while True:
-            table = assemble.drift_table(self.folder)
-            missing = attribution.next_arms(table, players, **assemble.attribution_options(self.folder))
-            if not missing:
-                return
-            arms = [Arm(id=arm_id(base | pins), pins=base | pins, paths=("prefill",), settings=knobs) for pins in missing]
+        while missing := attribution.next_arms(Evidence(self.folder).drift_table(), evidence.players()):
+            arms = [Arm(id=arm_id(base | pins, base), pins=base | pins, paths=("prefill",), settings=knobs) for pins in missing]
             self._run_arms("attributing", arms)
 
     def _run_arms(self, text: str, arms: Iterable[Arm], oracle: Seq[Arm] = ()) -> None:
@@ -305,7 +266,3 @@ def _commit() -> str | None:
         return None
     done = subprocess.run(["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     return done.stdout.strip() or None
-
-
-Render = Callable[[Path], int]
-__all__ = ["NATIVE", "Checkpoint", "Progress", "Run", "arm_id", "base_pins", "wanted_axes"]

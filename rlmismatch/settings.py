@@ -76,13 +76,14 @@ class Settings:
         return tuple(plant for plant, where in map(split_plant, self.plant) if where == side)
 
 
-def split_plant(text: str) -> tuple[str, str]:
+def split_plant(text: str) -> tuple[str, Literal["trainer", "rollout"]]:
     """``ID@side`` -> (ID, side). Without a side the fault goes to the rollout."""
     plant, _, side = text.partition("@")
-    side = side or "rollout"
-    if side not in ("trainer", "rollout"):
-        raise UsageError("plant-side-unknown", f"--plant {text}: the side is {side!r}", hint="ID@trainer or ID@rollout")
-    return plant, side
+    if side in ("", "rollout"):
+        return plant, "rollout"
+    if side == "trainer":
+        return plant, "trainer"
+    raise UsageError("plant-side-unknown", f"--plant {text}: the side is {side!r}", hint="ID@trainer or ID@rollout")
 
 
 def parse_declarations(texts: Iterable[str]) -> dict[str, dict[str, Any]]:

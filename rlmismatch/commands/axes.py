@@ -27,20 +27,24 @@ def command(axis: str | None, plants: bool, json_: bool) -> None:
     elif axis:
         rows = [{"field": f.name, "tier": f.tier.value, "side": f.side, "meaning": f.meaning} for f in chosen[0].fields]
     else:
-        rows = [
-            {"axis": a.id, "state": a.built.replace("_", " "), "pins": "+".join(a.pins), "knobs": ", ".join(a.knobs), "asks": a.asks}
-            for a in chosen
-        ]
+        rows = [{"axis": a.id, "state": a.built.replace("_", " "), "pins": "+".join(a.pins), "asks": a.asks} for a in chosen]
     if json_:
         click.echo(json.dumps(rows, indent=1))
         return
     if axis and not plants:
         one = chosen[0]
-        click.echo(
-            f"{one.id} ({one.built.replace('_', ' ')})\n{one.asks}\n\nknobs: {_knobs(one.knobs)}\npin: {one.pin or 'none: contract only'}\nmeasure: {one.measure}"
-        )
-        click.echo(f"trap: {one.trap or '-'}\nstructural zero: {', '.join(one.zero.values()) or 'none'}\n")
-    click.echo(tabulate(rows, headers="keys", maxcolwidths=[None] * (len(rows[0]) - 1) + [60] if rows else None))
+        facts = {
+            "knobs": _knobs(one.knobs),
+            "pin": one.pin or "none: contract only",
+            "measure": one.measure,
+            "trap": one.trap or "none known",
+            "structural zero": ", ".join(one.zero.values()) or "none",
+        }
+        click.echo(f"{one.id} ({one.built.replace('_', ' ')})\n{one.asks}\n")
+        click.echo(tabulate(facts.items(), tablefmt="plain", maxcolwidths=[None, 80]) + "\n")
+    # The last column is prose and takes what is left of 100 characters.
+    taken = sum(max(len(str(v)) for v in [k, *(row[k] for row in rows)]) + 2 for k in list(rows[0])[:-1])
+    click.echo(tabulate(rows, headers="keys", maxcolwidths=[*[None] * (len(rows[0]) - 1), max(24, 100 - taken)]))
 
 
 def _knobs(knobs: object) -> str:

@@ -165,41 +165,12 @@ def settings_of(
         raise UsageError("sp-needs-tp", "--sp needs --trainer-tp of at least 2")
     for axis in settings.axis:
         axes.by_id(axis)
-    for text in settings.waive:
-        known_field(text, "--waive")
-    for side in parse_declarations(settings.declare).values():
-        for key in side:
-            known_field(key, "--declare")
+    for key in (*settings.waive, *(key for side in parse_declarations(settings.declare).values() for key in side)):
+        axes.field_by_key(key)
     for text in settings.plant:
-        _known_plant(*split_plant(text))
+        plant, side_name = split_plant(text)
+        axes.plant(plant, side_name)
     return settings
-
-
-def known_field(key: str, option: str) -> None:
-    from rlmismatch import axes
-    from rlmismatch.errors import UsageError
-    from rlmismatch.settings import nearest
-
-    axis_id, colon, name = key.partition(":")
-    names = [f.name for f in axes.by_id(axis_id).fields] if colon else []
-    if name not in names:
-        raise UsageError(
-            "field-unknown", f"{option} {key}: no such field", hint=nearest(name, names) if names else "AXIS:FIELD, see `rlmismatch axes`"
-        )
-
-
-def _known_plant(plant: str, side: str) -> None:
-    from rlmismatch import axes
-    from rlmismatch.errors import UsageError
-    from rlmismatch.settings import nearest
-
-    plants = {p.id: p for axis in axes.ALL for p in axis.plants}
-    if plant not in plants:
-        raise UsageError("plant-unknown", f"no plant {plant!r}", hint=nearest(plant, plants))
-    if side not in plants[plant].sides:
-        raise UsageError(
-            "plant-side-impossible", f"{plant} cannot be put into the {side}", hint=f"it exists on: {', '.join(plants[plant].sides)}"
-        )
 
 
 def format_of(given: Mapping[str, Any]) -> str:

@@ -32,11 +32,11 @@ def command(
 
     The captures are checked against their seal first. Exits with the verdict's code (of OTHER, when two runs are compared).
     """
-    from rlmismatch import assemble, capture, report
+    from rlmismatch import assemble, axes, capture, report
 
     form = "json" if json_ else format_
     for waiver in waive:
-        options.known_field(waiver, "--waive")
+        axes.field_by_key(waiver)
     reports = []
     for folder in (run, other) if other else (run,):
         capture.check_seal(folder)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SideName = Literal["trainer", "rollout", "oracle"]
 Impl = Literal["reference", "triton"]
 # trainer: forward. rollout: prefill, chunked, decode. oracle: oracle (float64 or float32), plain (model dtype).
-Path = Literal["forward", "prefill", "chunked", "decode", "oracle", "plain"]
+ScorePath = Literal["forward", "prefill", "chunked", "decode", "oracle", "plain"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,7 @@ class SideConfig:
     trainer_spec: Literal["local", "te"] = "local"
     vocab_padding_policy: Literal["include", "mask"] = "include"
     temperature: float = 1.0  # the sampling temperature both sides are to apply to the logits
+    bos_token_id: int | None = None
     oracle_dtype: Literal["float64", "float32"] = "float64"
     plants: tuple[str, ...] = ()  # faults put in on purpose on this side
     knobs: Mapping[str, Any] = field(default_factory=dict)  # family knobs requested for this side
@@ -79,7 +80,7 @@ class Arm:
 
     id: str
     pins: frozenset[str] = frozenset()
-    paths: tuple[Path, ...] = ()
+    paths: tuple[ScorePath, ...] = ()
     probe: Literal["none", "local", "boundary"] = "none"
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -110,7 +111,7 @@ class ArmResult:
 
 
 class Engine(Protocol):
-    """One engine on one rank. Every method is collective: all ranks of the side call it in the same order."""
+    """One engine on one rank, built as ``EngineClass(config, rank=, local_rank=)``. Every method is collective: all ranks of the side call it in the same order."""
 
     def load(self) -> None:
         """Load the checkpoint. torch.distributed is already initialised with the side's ranks."""

@@ -269,9 +269,9 @@ class _Session:
         """Digest of what this side will really score, after any plant: what the trainer and the rollout must agree on."""
         source = "digest of the ids handed to the engine"
         fields = {name: read(value, source) for name, value in tokens.digest(self.sequences).items()}
-        first = [s.prompt_ids[0] for s in self.sequences]
-        bos = self.worker.config.knobs.get("bos_token_id")
-        counts = [_leading(s.prompt_ids, bos if bos is not None else head) for s, head in zip(self.sequences, first, strict=True)]
+        bos = self.worker.config.bos_token_id
+        # A model without a BOS token: whatever stands first is counted, so that a doubled start still shows.
+        counts = [_leading(s.prompt_ids, s.prompt_ids[0] if bos is None else bos) for s in self.sequences]
         return {**fields, "bos_count": read(counts, source)}
 
     def _generate(self, request: Mapping[str, Any]) -> Any:

@@ -1,0 +1,49 @@
+"""The arms by name: one id for one setting of all pins, the same on both sides and in every run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from rlmismatch.engines.protocol import ScorePath
+from rlmismatch.pins.spec import PINS
+from rlmismatch.settings import Settings
+
+ROLLOUT_PATHS: Final[tuple[ScorePath, ...]] = ("prefill", "chunked", "decode")
+NATIVE: Final = "native"  # no pin but those that a knob holds
+RETURN: Final = "native.return"  # the same again at the very end: native bits must be back
+LOCAL: Final = "local"
+BOUNDARY: Final = "boundary"
+ORACLE: Final = "oracle"
+ALL: Final = frozenset(PINS)
+
+# Knob value -> pins that stay in force in every arm, the native one included.
+BASE_PINS: Final[Mapping[tuple[str, str], tuple[str, ...]]] = {
+    ("gemm.kernel", "triton"): ("gemm",),
+    ("gemm.forward_reduce", "rank_order"): ("forward_reduce",),
+    ("attention", "off"): ("attention",),
+    ("attention.rope", "unfused_fp32"): ("rope",),
+    ("logprob.head_gemm_kernel", "triton"): ("head_gemm",),
+}
+
+
+def arm_id(pins: frozenset[str], base: frozenset[str] = frozenset()) -> str:
+    """The canonical id of an arm that pins exactly `pins`, of which a knob holds `base`."""
+    if pins == base:
+        return NATIVE
+    return "pins=all" if pins == ALL else "pins=" + "+".join(p for p in PINS if p in pins)
+
+
+def repeat_id(number: int) -> str:
+    """The id of a repeat of the native arm."""
+    return f"{NATIVE}.repeat{number}"
+
+
+def base_pins(settings: Settings) -> frozenset[str]:
+    """Pins that a knob of the command line keeps in force throughout."""
+    return frozenset(pin for knob, value in settings.knobs.items() for pin in BASE_PINS.get((knob, str(value)), ()))
+
+
+def base_knobs(settings: Settings) -> dict[str, Any]:
+    """Knobs that the adapters themselves set, in every arm."""
+    return {knob: value for knob, value in settings.knobs.items() if knob == "logprob.reduce"}

@@ -1,0 +1,183 @@
+"""What a run's captures say, before anyone judges: sides, arms, contract comparison, gates. A pure function of the folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from rlmismatch import axes, capture, contract, tokens
+from rlmismatch.arms import base_pins
+from rlmismatch.axes.base import Axis, Setup
+from rlmismatch.contract import FieldComparison, Reading, Tier, read, unknown
+from rlmismatch.engines.protocol import ArmResult, SideConfig, SideName
+from rlmismatch.pins.spec import PINS
+from rlmismatch.settings import Settings, parse_declarations
+from rlmismatch.tokens import Sequence
+
+GATES: Final = ("model.tokens", "model.weights", "model.mode")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SideEvidence:
+    """What one side wrote."""
+
+    config: SideConfig
+    readings: dict[str, dict[str, Reading]]
+    weights: dict[str, str]
+    provenance: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """A run's folder, read on demand."""
+
+    folder: Path
+    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # settings of `rlmismatch report`
+
+    @functools.cached_property
+    def run(self) -> dict[str, Any]:
+        data: dict[str, Any] = capture.read_json(self.folder / "run.json")
+        return data
+
+    @functools.cached_property
+    def settings(self) -> Settings:
+        given = Settings.from_json(self.run["settings"])
+        return dataclasses.replace(given, **{k: v for k, v in self.overrides.items() if v})
+
+    @functools.cached_property
+    def sequences(self) -> tuple[Sequence, ...]:
+        return tokens.read_rollout(self.folder / "tokens.jsonl")
+
+    def side(self, name: SideName) -> SideEvidence | None:
+        """The side's description, or None when the side did not run."""
+        return self._sides.get(name)
+
+    @functools.cached_property
+    def _sides(self) -> dict[SideName, SideEvidence]:
+        out: dict[SideName, SideEvidence] = {}
+        names: tuple[SideName, ...] = ("trainer", "rollout", "oracle")
+        for name in names:
+            path = self.folder / name / "side.json"
+            if path.is_file():
+                data = capture.read_json(path)
+                out[name] = SideEvidence(
+                    config=SideConfig.from_json(data["config"]),
+                    readings=contract.readings_from_json(data["readings"]),
+                    weights=data["weights"],
+                    provenance=data["provenance"],
+                )
+        return out
+
+    def arms(self, name: SideName) -> dict[str, ArmResult]:
+        """The side's finished arms by id."""
+        return capture.read_arms(self.folder, name)
+
+    @property
+    def setup(self) -> Setup:
+        """The shape of the run, for structural zeros."""
+        s, checkpoint = self.settings, self.run["checkpoint"]
+        trainer = self.side("trainer")
+        pad = trainer.readings.get("logprob.vocab_padding", {}).get("num_pad_rows", Reading()) if trainer else Reading()
+        return Setup(
+            trainer_tp=s.trainer_tp,
+            rollout_tp=s.rollout_tp,
+            sp=s.sp,
+            device=self.run["resolved"]["device"],
+            num_heads=checkpoint["num_heads"],
+            num_kv_heads=checkpoint["num_kv_heads"],
+            has_qk_norm=checkpoint["qk_norm"],
+            pad_rows=pad.value if isinstance(pad.value, int) else 0,
+            trainer_spec=s.trainer_spec,
+        )
+
+    @functools.cached_property
+    def comparisons(self) -> tuple[FieldComparison, ...]:
+        """Every contract field of every axis that is built, compared."""
+        declared = parse_declarations(self.settings.declare)
+        sides: dict[SideName, dict[str, dict[str, Reading]]] = {}
+        contradictions: set[str] = set()
+        names: tuple[SideName, ...] = ("trainer", "rollout")
+        for name in names:
+            side = self.side(name)
+            readings = {axis: dict(fields) for axis, fields in side.readings.items()} if side else {}
+            if side:
+                readings["model.weights"] = {**readings.get("model.weights", {}), **_weight_readings(side)}
+            sides[name], against = contract.declare(readings, declared[name])
+            contradictions.update(against)
+        built = axes.built()
+        waivers = set(self.settings.waive)
+        return contract.compare(
+            sides["trainer"],
+            sides["rollout"],
+            axes.contract_fields(built),
+            waivers=waivers | axes.implied_waivers(waivers, sides["trainer"], sides["rollout"]),
+            contradictions=contradictions,
+            one_sided=axes.one_sided(built),
+        )
+
+    @property
+    def void(self) -> tuple[FieldComparison, ...]:
+        """IDENTICAL fields that failed: the sides are not comparable and no number counts."""
+        return tuple(c for c in self.comparisons if c.fails is Tier.IDENTICAL)
+
+    @property
+    def broken(self) -> tuple[FieldComparison, ...]:
+        """Fields that failed at any tier."""
+        return tuple(c for c in self.comparisons if c.fails in (Tier.IDENTICAL, Tier.SEMANTIC))
+
+    @functools.cached_property
+    def weight_differences(self) -> dict[str, str]:
+        """Logical tensor -> which side is not what the checkpoint holds; over all names of both sides and the checkpoint."""
+        expected: dict[str, str] = self.run["checkpoint"]["digests"]
+        out = {}
+        trainer, rollout = self.side("trainer"), self.side("rollout")
+        if trainer is None or rollout is None:
+            return {}
+        for name in sorted(set(expected) | set(trainer.weights) | set(rollout.weights)):
+            t, r, e = trainer.weights.get(name), rollout.weights.get(name), expected.get(name)
+            if name not in expected and t == r:
+                continue  # a flag such as "tied" that both engines report alike
+            if t == r == e:
+                continue
+            wrong = [side for side, digest in (("trainer", t), ("rollout", r)) if digest != e] if e else ["trainer and rollout differ"]
+            missing = [side for side, digest in (("trainer", t), ("rollout", r)) if digest is None]
+            out[name] = (
+                f"missing in the {' and '.join(missing)}"
+                if missing
+                else f"{' and '.join(wrong)} not as in the checkpoint"
+                if e
+                else wrong[0]
+            )
+        return out
+
+    @property
+    def base_pins(self) -> frozenset[str]:
+        return base_pins(self.settings)
+
+    def players(self) -> tuple[str, ...]:
+        """Pins that attribution may turn: those of axes that are built, not a structural zero here, and not held by a knob."""
+        setup, live = self.setup, []
+        for pin in PINS:
+            owners = [a for a in axes.ALL if pin in a.pins and a.built in ("complete", "pin_only")]
+            if owners and pin not in self.base_pins and not all(a.structural_zero(setup) for a in owners):
+                live.append(pin)
+        return tuple(live)
+
+
+def _weight_readings(side: SideEvidence) -> dict[str, Reading]:
+    """The digest over all logical tensors as one IDENTICAL field."""
+    tensors = {k: v for k, v in side.weights.items() if k != "tied" and not k.startswith("buffers.")}
+    if not tensors:
+        return {"tensor_digests": unknown("the engine reported no weight")}
+    value = hashlib.sha256(json.dumps(sorted(tensors.items())).encode()).hexdigest()
+    return {"tensor_digests": read(value, f"{len(tensors)} live tensors, un-sharded and un-fused")}
+
+
+def axis_of(comparisons: tuple[FieldComparison, ...], axis: Axis) -> tuple[FieldComparison, ...]:
+    """The comparisons of one axis."""
+    return tuple(c for c in comparisons if c.axis == axis.id)
