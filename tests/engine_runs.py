@@ -23,9 +23,8 @@ class EngineRuns:
         return self.trainer + self.rollout + self.oracle
 
     def __str__(self) -> str:
-        return (
-            f"{self.total} real engine runs (trainer {self.trainer}, rollout {self.rollout}, oracle {self.oracle}) in {self.processes} processes"
-        )
+        sides = ", ".join(f"{side} {getattr(self, side)}" for side in SIDES)
+        return f"{self.total} real engine runs ({sides}) in {self.processes} processes"
 
 
 def count(lines: Iterable[str]) -> EngineRuns:

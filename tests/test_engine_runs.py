@@ -37,7 +37,20 @@ def test_a_malformed_line_is_an_error(line: str) -> None:
 )
 def test_a_session_without_real_engines_fails_when_they_are_required(tmp_path: Path, body: str, args: list[str], code: int) -> None:
     (tmp_path / "test_inner.py").write_text(body)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.conftest", "-o", "addopts=", *args, str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "tests.conftest",
+        "-o",
+        "addopts=",
+        *args,
+        str(tmp_path),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     assert "real engine runs" in done.stdout
