@@ -321,9 +321,10 @@ LOGPROB: Final[tuple[Axis, ...]] = (
         spec=LogProbFusionSpec,
         knobs={"logprob.fusion_impl": ("none", "native", "te", "chunked_linear_ce")},
         pin="none",
+        pins=("logprob",),
         measure="sweep block and chunk on the same logits or hidden states (expected 1.2e-6 to 1.6e-6 against float64)",
         hint="switch off the trainer's fused cross entropy",
-        built="contract_only",
+        built="pin_only",
     ),
     Axis(
         id="logprob.backward",

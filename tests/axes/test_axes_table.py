@@ -91,7 +91,7 @@ def test_built_as_promised() -> None:
         "model.qk_norm",
         "model.activation",
     }
-    assert by["pin_only"] == {"attention.rope", "attention.precision", "gemm.forward_reduce", "logprob.head_gemm"}
+    assert by["pin_only"] == {"attention.rope", "attention.precision", "gemm.forward_reduce", "logprob.head_gemm", "logprob.fusion"}
     assert {"model.weights", "model.tokens", "model.mode", "gemm.runtime_flags", "logprob.transform_chain"} <= by["contract_only"]
     assert by["not_built"] == {
         "gemm.dgrad_reduce",
@@ -105,6 +105,13 @@ def test_built_as_promised() -> None:
         "logprob.merge_order",
         "logprob.backward",
     }
+
+
+def test_at_tp1_the_pins_of_what_still_computes_can_be_played() -> None:
+    """At TP1 no partial is merged, but the log-softmax is still two engines' own: its pin must not vanish with the reduction."""
+    setup = axes.Setup()
+    idle = [pin for pin in PINS if all(a.structural_zero(setup) for a in axes.ALL if pin in a.pins)]
+    assert idle == ["forward_reduce"]
 
 
 def test_sides() -> None:
