@@ -15,6 +15,7 @@ from rlmismatch.arms import base_pins
 from rlmismatch.axes.base import Axis, Setup
 from rlmismatch.contract import FieldComparison, Reading, Tier, read, unknown
 from rlmismatch.engines.protocol import ArmResult, SideConfig, SideName
+from rlmismatch.errors import EnvironmentUnfitError
 from rlmismatch.pins.spec import PINS
 from rlmismatch.settings import Settings, parse_declarations
 from rlmismatch.tokens import Sequence
@@ -52,6 +53,12 @@ class Evidence:
     @functools.cached_property
     def sequences(self) -> tuple[Sequence, ...]:
         return tokens.read_rollout(self.folder / "tokens.jsonl")
+
+    @functools.cached_property
+    def token_texts(self) -> dict[str, str]:
+        """Token id (as text) -> what it decodes to; empty without a tokenizer."""
+        path = self.folder / "token_texts.json"
+        return dict(capture.read_json(path)) if path.is_file() else {}
 
     def side(self, name: SideName) -> SideEvidence | None:
         """The side's description, or None when the side did not run."""
@@ -178,6 +185,19 @@ def _weight_readings(side: SideEvidence) -> dict[str, Reading]:
     return {"tensor_digests": read(value, f"{len(tensors)} live tensors, un-sharded and un-fused")}
 
 
-def axis_of(comparisons: tuple[FieldComparison, ...], axis: Axis) -> tuple[FieldComparison, ...]:
-    """The comparisons of one axis."""
-    return tuple(c for c in comparisons if c.axis == axis.id)
+def axis_of(comparisons: tuple[FieldComparison, ...], axis: str) -> tuple[FieldComparison, ...]:
+    """The comparisons of one axis, by its id."""
+    return tuple(c for c in comparisons if c.axis == axis)
+
+
+def wanted_axes(settings: Settings) -> tuple[Axis, ...]:
+    """The axes a command speaks of. An axis asked for by name that is not built yet is an error (exit 7)."""
+    if settings.axis:
+        chosen = tuple(axes.by_id(a) for a in settings.axis)
+        missing = [a.id for a in chosen if a.built == "not_built"]
+        if missing:
+            raise EnvironmentUnfitError(
+                "axis-not-built", f"{', '.join(missing)}: not built yet", hint="see `rlmismatch axes` for what can run"
+            )
+        return chosen
+    return axes.ALL if settings.command == "probe" else axes.family(settings.command)

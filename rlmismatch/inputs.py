@@ -81,6 +81,18 @@ def default_prompts(vocab_size: int, *, text: bool) -> tuple[Prompt, ...]:
     )
 
 
+def token_texts(checkpoint: Checkpoint, sequences: tuple[Sequence, ...]) -> dict[str, str]:
+    """Token id (as text) -> what it decodes to, for the ids of `sequences`: for people to read. Empty without a tokenizer."""
+    file = checkpoint.path / "tokenizer.json"
+    if not file.is_file():
+        return {}
+    from tokenizers import Tokenizer  # comes with either engine
+
+    tokenizer = Tokenizer.from_file(str(file))
+    ids = sorted({t for s in sequences for t in s.token_ids})
+    return {str(t): tokenizer.decode([t], skip_special_tokens=False) for t in ids}
+
+
 def _device(settings: Settings) -> Literal["cpu", "cuda"]:
     if settings.device == "cpu":
         return "cpu"

@@ -17,14 +17,15 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from rlmismatch import __version__, attribution, axes, capture, tokens
+from rlmismatch import __version__, attribution, capture, tokens
 from rlmismatch.arms import ALL, BOUNDARY, LOCAL, NATIVE, ORACLE, RETURN, ROLLOUT_PATHS, arm_id, base_knobs, base_pins, repeat_id
+from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.axes.base import Axis
 from rlmismatch.engines.launch import Controller, SideLaunch
 from rlmismatch.engines.protocol import Arm, ScorePath, SideConfig, SideName
-from rlmismatch.errors import EnvironmentUnfitError, InconclusiveError
-from rlmismatch.evidence import Evidence
-from rlmismatch.inputs import Inputs
+from rlmismatch.errors import InconclusiveError
+from rlmismatch.evidence import Evidence, wanted_axes
+from rlmismatch.inputs import Inputs, token_texts
 from rlmismatch.settings import Settings, parse_env
 from rlmismatch.tokens import Sequence
 
@@ -37,19 +38,6 @@ class Progress(Protocol):
     def arms(self, text: str, total: int) -> None: ...
 
     def arm_done(self, side: SideName, arm: str) -> None: ...
-
-
-def wanted_axes(settings: Settings) -> tuple[Axis, ...]:
-    """The axes a command speaks of. An axis asked for by name that is not built yet is an error (exit 7)."""
-    if settings.axis:
-        chosen = tuple(axes.by_id(a) for a in settings.axis)
-        missing = [a.id for a in chosen if a.built == "not_built"]
-        if missing:
-            raise EnvironmentUnfitError(
-                "axis-not-built", f"{', '.join(missing)}: not built yet", hint="see `rlmismatch axes` for what can run"
-            )
-        return chosen
-    return axes.ALL if settings.command == "probe" else axes.family(settings.command)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -171,6 +159,9 @@ class Run:
         if not sum(len(x.response_ids) for x in self.sequences):
             raise InconclusiveError("nothing-to-score", "no sequence has a response token: nothing can be compared")
         tokens.write_rollout(self.folder / "tokens.jsonl", self.sequences)
+        texts = token_texts(self.inputs.checkpoint, self.sequences)
+        if texts:
+            capture.write_json(self.folder / "token_texts.json", texts)
 
     def _describe(self, names: Seq[SideName]) -> None:
         self.progress.step("reading contracts and weights back from the live engines")
@@ -215,9 +206,15 @@ class Run:
         evidence = Evidence(self.folder)
         if evidence.broken:
             return  # the report says why: a broken contract is no rounding
-        while missing := attribution.next_arms(Evidence(self.folder).drift_table(), evidence.players()):
+        players, floor = evidence.players(), ScoreBook(evidence).floor()
+        while True:
+            table = ScoreBook(Evidence(self.folder)).drift_table()
+            missing = attribution.next_arms(table, players, floor=floor, seed=self.settings.seed)
+            if not missing:
+                return
             arms = [Arm(id=arm_id(base | pins, base), pins=base | pins, paths=("prefill",), settings=knobs) for pins in missing]
-            self._run_arms("attributing", arms)
+            left = attribution.expected_arms(table, players, floor=floor, seed=self.settings.seed) - len(table)
+            self._run_arms(f"attributing (at most {left} arms left)", arms)
 
     def _run_arms(self, text: str, arms: Iterable[Arm], oracle: Seq[Arm] = ()) -> None:
         """Both engines run the same arms at the same time; the trainer has one path, its forward."""

@@ -37,7 +37,7 @@ def run(settings: Settings, *, command_line: str, format_: str, verbose: bool) -
         if world.rank != 0:
             return _follow(node)
         controller = Controller(node, settings.timeout)
-        code: int = ExitCode.ENGINE
+        code: int = 1  # what Python exits with on an error of our own
         try:
             code = _lead(settings, controller, folder, command_line=command_line, format_=format_, verbose=verbose)
         except RlmismatchError as error:
@@ -58,7 +58,8 @@ def run(settings: Settings, *, command_line: str, format_: str, verbose: bool) -
 
 def _lead(settings: Settings, controller: Controller, folder: Path, *, command_line: str, format_: str, verbose: bool) -> int:
     from rlmismatch import assemble, inputs, report
-    from rlmismatch.plan import Run, wanted_axes
+    from rlmismatch.evidence import wanted_axes
+    from rlmismatch.plan import Run
 
     wanted_axes(settings)
     prepared = inputs.prepare(settings)
@@ -94,7 +95,7 @@ def _new_folder(settings: Settings) -> Path:
             "out-not-empty", f"{folder} is not empty", where=str(folder), hint="captures are never overwritten: choose another --out"
         )
     capture.make_folder(folder)
-    return folder
+    return folder.resolve()
 
 
 def _keep_failure(folder: Path, error: RlmismatchError) -> None:

@@ -1,0 +1,60 @@
+"""RECORDED must not mean "never fails": an op far from float64 is a defect, whatever its tier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from rlmismatch import axes
+from rlmismatch.arms import LOCAL
+from rlmismatch.assemble.scores import ScoreBook
+from rlmismatch.engines.protocol import LocalError, SideName
+from rlmismatch.evidence import Evidence
+
+# A native op may be this many times further from float64 than the correctly rounded pin on the same inputs (mean over the op's output).
+# Measured on real engines: see docs/measurements.md, "Local errors"; the limit leaves a factor over the worst honest op.
+LOCAL_ERROR_RATIO: Final = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defect:
+    """One op of one layer on one side whose result is wrong, not merely rounded differently."""
+
+    axis: str
+    side: SideName
+    boundary: str
+    native_error: float  # mean |native - float64|, in the op's unit
+    pin_error: float  # mean |pin - float64|
+    relative: float  # native_error / mean |float64|
+
+    @property
+    def text(self) -> str:
+        times = "" if not self.pin_error else f", {self.native_error / self.pin_error:.3g} times the pin's error"
+        return f"{self.side} {self.boundary}: {100 * self.relative:.2g} % from float64 on its own inputs{times}"
+
+
+def defects(evidence: Evidence, book: ScoreBook) -> tuple[Defect, ...]:
+    """Every op over the limit, worst first."""
+    sides: tuple[SideName, ...] = ("trainer", "rollout")
+    found = [
+        Defect(
+            axis=axes.PLAYERS[e.pin],
+            side=side,
+            boundary=e.boundary,
+            native_error=e.native_vs_fp64_mean,
+            pin_error=e.pin_vs_fp64_mean,
+            relative=e.native_vs_fp64_mean / e.fp64_scale if e.fp64_scale else 0.0,
+        )
+        for side in sides
+        for e in (book.arms[side][LOCAL].local if LOCAL in book.arms[side] else [])
+        if is_defect(e)
+    ]
+    return tuple(sorted(found, key=lambda d: d.native_error / max(d.pin_error, 1e-300), reverse=True))
+
+
+def is_defect(error: LocalError) -> bool:
+    """NaN is a defect too: it is not at most anything."""
+    return not error.native_vs_fp64_mean <= LOCAL_ERROR_RATIO * error.pin_vs_fp64_mean + _ROUNDING * error.fp64_scale
+
+
+_ROUNDING: Final = 2.0**-24  # of float32: where the pin happens to be exact, an honest op may still round once

@@ -1,0 +1,304 @@
+"""The tables of a report, each from captures: gates, axes, closure, controls, first divergence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from rlmismatch.arms import ALL, BOUNDARY, LOCAL, NATIVE, RETURN, arm_id, repeat_id
+from rlmismatch.assemble.scores import RATIOS, ScoreBook
+from rlmismatch.axes.base import Axis
+from rlmismatch.contract import Evidence as Known
+from rlmismatch.contract import FieldComparison, Outcome
+from rlmismatch.drift import Drift, bit_equal
+from rlmismatch.engines.protocol import LocalError, SideName
+from rlmismatch.evidence import Evidence, axis_of
+from rlmismatch.pins.spec import boundary_names, pin_of_boundary
+from rlmismatch.report.model import AxisRow, ClosureRow, ControlRow, DivergenceRow, FloorRow, Gate, KnobRow, RatioRow
+
+_SIDES: Final[tuple[SideName, ...]] = ("trainer", "rollout")
+
+
+def gates(evidence: Evidence) -> tuple[Gate, ...]:
+    """Weights, tokens and mode: what must be equal before any number counts."""
+    by_axis = {c.axis: axis_of(evidence.comparisons, c.axis) for c in evidence.comparisons}
+    weights = evidence.weight_differences
+    names = tuple(f"{name}: {why}" for name, why in weights.items())
+    out = [
+        _gate("model.tokens", by_axis, compared=len(evidence.sequences)),
+        _gate("model.weights", by_axis, compared=len(evidence.run["checkpoint"]["digests"]), differing=names),
+        _gate("model.mode", by_axis, compared=None),
+    ]
+    return tuple(out)
+
+
+def _gate(axis: str, by_axis: dict[str, tuple[FieldComparison, ...]], *, compared: int | None, differing: tuple[str, ...] = ()) -> Gate:
+    fields = by_axis.get(axis, ())
+    failed = [c for c in fields if c.fails]
+    unknown = any(c.outcome is Outcome.UNKNOWN for c in failed)
+    equal = None if unknown or not fields else not failed and not differing
+    return Gate(
+        name=axis,
+        equal=equal,
+        compared=compared if compared is not None else sum(c.outcome is Outcome.EQUAL for c in fields),
+        differing=differing or tuple(c.field for c in failed),
+        note="; ".join(f"{c.field}: {c.trainer.source or c.rollout.source}" for c in failed if c.outcome is Outcome.UNKNOWN),
+    )
+
+
+def knobs(evidence: Evidence, book: ScoreBook) -> tuple[KnobRow, ...]:
+    """Every knob that was asked for, on each side: requested, actual, status."""
+    rows = []
+    for side in _SIDES:
+        native = book.arms[side].get(NATIVE)
+        for knob, row in (native.knobs if native else {}).items():
+            rows.append(
+                KnobRow(
+                    knob=knob,
+                    side=side,
+                    requested=row["requested"],
+                    actual=row["actual"],
+                    status=row["status"],
+                    reason=row.get("reason", ""),
+                )
+            )
+        for knob, value in evidence.settings.knobs.items():
+            if native is None or knob in native.knobs:
+                continue
+            missing = sorted(p for p in evidence.base_pins if not native.calls.get(p)) if native.arm.pins else []
+            status = "fell_back" if missing else "applied"
+            rows.append(
+                KnobRow(
+                    knob=knob,
+                    side=side,
+                    requested=value,
+                    actual=value if not missing else "native",
+                    status=status,
+                    reason=_never_ran(missing),
+                )
+            )
+    return tuple(rows)
+
+
+def _never_ran(pins: Sequence[str]) -> str:
+    return f"pin never ran: {', '.join(pins)}" if pins else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local:
+    """The local errors of one axis on both sides."""
+
+    errors: tuple[tuple[SideName, LocalError], ...]
+
+    @property
+    def largest(self) -> float | None:
+        return max((e.native_vs_pin_max for _, e in self.errors), default=None)
+
+
+def local(axis: Axis, book: ScoreBook) -> Local:
+    """Native against pin on the same captured inputs, for the pins of one axis, every layer, both sides."""
+    found = [(side, e) for side in _SIDES for e in (book.arms[side][LOCAL].local if LOCAL in book.arms[side] else []) if e.pin in axis.pins]
+    return Local(errors=tuple(found))
+
+
+def axis_rows(evidence: Evidence, book: ScoreBook, wanted: Iterable[Axis], *, void: bool) -> tuple[AxisRow, ...]:
+    return tuple(_axis_row(axis, evidence, book, void=void) for axis in wanted)
+
+
+def _axis_row(axis: Axis, evidence: Evidence, book: ScoreBook, *, void: bool) -> AxisRow:
+    fields = axis_of(evidence.comparisons, axis.id)
+    contract = _contract_word(fields)
+    evidence_word = _weakest(fields)
+    zero = axis.structural_zero(evidence.setup)
+
+    def row(status: str, why: str = "", **numbers: float | None) -> AxisRow:
+        ratio = axis.ratio if numbers else ""
+        return AxisRow(axis=axis.id, status=status, contract=contract, evidence=evidence_word, why=why, ratio=ratio, **numbers)
+
+    if axis.built == "not_built":
+        return row("not built", "not built yet")
+    if zero:
+        return row("structural zero", zero)
+    if axis.built == "contract_only" or not axis.pins:
+        return row("contract only")
+    if void:
+        return row("not run", "the sides are not comparable")
+    base, pins = evidence.base_pins, frozenset(axis.pins)
+    if pins <= base:
+        return row("pinned", "held by a knob in every arm", local=local(axis, book).largest)
+    everything = book.drift(axis.ratio, arm_id(ALL, base))
+    alone = book.drift(axis.ratio, arm_id(base | pins, base))
+    last = book.drift(axis.ratio, arm_id(ALL - pins, base))
+    if alone is None and last is None:
+        return row("not run", _why_not_run(evidence), local=local(axis, book).largest)
+    rest = everything.mean_abs if everything and everything.mean_abs is not None else 0.0
+    brought = None if last is None or last.mean_abs is None else last.mean_abs - rest
+    return row("measured", local=local(axis, book).largest, alone=alone.mean_abs if alone else None, last=brought)
+
+
+def _why_not_run(evidence: Evidence) -> str:
+    return "use --attribute, or the family's own command" if evidence.settings.command == "probe" else "no arm was run"
+
+
+def _contract_word(fields: Sequence[FieldComparison]) -> str:
+    if not fields:
+        return ""
+    order = (
+        (Outcome.CONTRADICTION, "differs"),
+        (Outcome.DIFFERS, "differs"),
+        (Outcome.UNKNOWN, "unknown"),
+        (Outcome.WAIVED, "waived"),
+        (Outcome.EQUAL, "equal"),
+        (Outcome.RECORDED, "recorded"),
+    )
+    return next((word for outcome, word in order if any(c.outcome is outcome for c in fields)), "not applicable")
+
+
+def _weakest(fields: Sequence[FieldComparison]) -> str:
+    """The weakest evidence behind the fields that are compared."""
+    order = (Known.UNKNOWN, Known.DECLARED, Known.DOCUMENTED, Known.READ)
+    compared = [c for c in fields if c.outcome not in (Outcome.RECORDED, Outcome.NOT_APPLICABLE)]
+    seen = {reading.evidence for c in compared or fields for reading in (c.trainer, c.rollout)}
+    return next((e.value for e in order if e in seen), "")
+
+
+def ratios(evidence: Evidence, book: ScoreBook, *, void: bool) -> tuple[RatioRow, ...]:
+    rows = []
+    for name, _, (_, second) in RATIOS:
+        drift = None if void else book.drift(name)
+        why = ""
+        if void:
+            why = "not comparable: numbers are void"
+        elif drift is None:
+            why = "no log-probs were recorded" if second == "recorded" else "not taken"
+        rows.append(RatioRow(name=name, drift=_decoded(drift, evidence), why=why))
+    return tuple(rows)
+
+
+def _decoded(drift: Drift | None, evidence: Evidence) -> Drift | None:
+    table = evidence.token_texts
+    if drift is None or not table:
+        return drift
+    return drift.decoded(lambda ids: "".join(table.get(str(i), "�") for i in ids))
+
+
+def floors(evidence: Evidence, book: ScoreBook) -> tuple[FloorRow, ...]:
+    """Each side against its own repeats: the largest of them."""
+    rows = []
+    for side, path in (("trainer", "forward"), ("rollout", "prefill"), ("rollout", "decode")):
+        name: SideName = "trainer" if side == "trainer" else "rollout"
+        repeats = [book.get(name, repeat_id(n), path) for n in range(1, evidence.settings.repeat)]
+        native = book.get(name, NATIVE, path)
+        aligned = [x for x in (book.aligned(native, r) for r in repeats) if x is not None]
+        drifts = [book.summary(x) for x in aligned]
+        worst = max(drifts, key=lambda d: d.mean_abs if d.mean_abs is not None else float("inf"), default=None)
+        rows.append(FloorRow(side=name, path=path, drift=worst, repeats=len(drifts) + 1, why="" if drifts else "not repeated"))
+    return tuple(rows)
+
+
+def closure(evidence: Evidence, book: ScoreBook) -> tuple[ClosureRow, ...]:
+    """With every pin in force: four score sets of two engines that must be one, bit for bit."""
+    arm = arm_id(ALL, evidence.base_pins)
+    forward = book.get("trainer", arm, "forward")
+    rows = []
+    for path in ("prefill", "chunked", "decode"):
+        aligned = book.aligned(forward, book.get("rollout", arm, path))
+        name = f"trainer forward = rollout {path}"
+        if aligned is None:
+            rows.append(ClosureRow(name=name, why="not run"))
+            continue
+        drift = book.summary(aligned)
+        unequal = int(aligned.tokens - bit_equal(aligned).sum()) if not aligned.invalid else None
+        why = aligned.invalid[0].text if aligned.invalid else ""
+        rows.append(ClosureRow(name=name, tokens=aligned.tokens, unequal=unequal, mean_abs=drift.mean_abs, max=drift.max, why=why))
+    return tuple(rows)
+
+
+def first_divergence(evidence: Evidence, book: ScoreBook) -> tuple[DivergenceRow, ...]:
+    """Op boundaries in order of execution at which the two native ops part although their inputs are equal bit for bit."""
+    arms = [book.arms[side].get(BOUNDARY) for side in _SIDES]
+    if arms[0] is None or arms[1] is None:
+        return ()
+    trainer, rollout = arms[0].boundaries, arms[1].boundaries
+    errors = (
+        {(side, e.boundary): e for side in _SIDES for e in book.arms[side][LOCAL].local}
+        if all(LOCAL in book.arms[s] for s in _SIDES)
+        else {}
+    )
+    rows: list[DivergenceRow] = []
+    for name in boundary_names(evidence.run["checkpoint"]["num_layers"]):
+        a, b = trainer.get(name), rollout.get(name)
+        if a is None or b is None:
+            continue
+        if a.shape != b.shape:
+            raise ValueError(f"{name}: the trainer's output is {tuple(a.shape)}, the rollout's {tuple(b.shape)}")
+        difference = (a.to(torch.float64) - b.to(torch.float64)).abs()
+        unequal = int((a != b).sum())
+        means = [errors[s, name].native_vs_fp64_mean if (s, name) in errors else None for s in _SIDES]
+        rows.append(
+            DivergenceRow(
+                boundary=name,
+                pin=pin_of_boundary(name),
+                count=a.numel(),
+                unequal=unequal,
+                max_abs=float(difference.max()) if a.numel() else None,
+                trainer_error=means[0],
+                rollout_error=means[1],
+                first=unequal > 0 and not any(r.first for r in rows),
+            )
+        )
+    return tuple(rows)
+
+
+def controls(evidence: Evidence, book: ScoreBook, floor: Sequence[FloorRow], closed: Sequence[ClosureRow]) -> tuple[ControlRow, ...]:
+    """Checks of the measurement itself; one that did not hold makes a clean verdict impossible."""
+    rows = [_floor_control(row, book) for row in floor]
+    rows += [_return_control(side, book) for side in _SIDES]
+    rows += [_pins_control(side, evidence, book) for side in _SIDES]
+    if not evidence.broken:
+        for row in closed:
+            got = row.why or f"{row.unequal} of {row.tokens} differ"
+            rows.append(ControlRow(name=f"closure: {row.name}", expected="all pinned: bit-equal", got=got, ok=row.ok))
+    return tuple(rows)
+
+
+_FLOOR_SHARE: Final = 0.1  # a floor above a tenth of the drift leaves nothing to blame an axis for
+
+
+def _floor_control(row: FloorRow, book: ScoreBook) -> ControlRow:
+    name = f"{row.side} {row.path} repeats itself"
+    if row.drift is None or row.drift.mean_abs is None:
+        return ControlRow(name=name, expected="bit-equal", got=row.why or "not measured", ok=False)
+    headline = book.drift("trainer/prefill")
+    limit = _FLOOR_SHARE * headline.mean_abs if headline and headline.mean_abs else 0.0
+    got = "bit-equal" if row.drift.unequal == 0 else f"{row.drift.unequal} of {row.drift.tokens} differ, mean {row.drift.mean_abs:.3g} nats"
+    expected = "bit-equal" if row.drift.unequal == 0 else f"bit-equal, or below {limit:.3g} nats (a tenth of the drift)"
+    return ControlRow(name=name, expected=expected, got=got, ok=row.drift.unequal == 0 or row.drift.mean_abs < limit)
+
+
+def _return_control(side: SideName, book: ScoreBook) -> ControlRow:
+    path = "forward" if side == "trainer" else "prefill"
+    aligned = book.aligned(book.get(side, NATIVE, path), book.get(side, RETURN, path))
+    name = f"{side}: native bits return when pins are lifted"
+    if aligned is None or aligned.invalid:
+        return ControlRow(name=name, expected="bit-equal", got=aligned.invalid[0].text if aligned else "not run", ok=False)
+    unequal = int(aligned.tokens - bit_equal(aligned).sum())
+    # A side that does not repeat itself cannot return to its own bits; its floor says so.
+    repeat = book.aligned(book.get(side, NATIVE, path), book.get(side, repeat_id(1), path))
+    noisy = repeat is not None and not repeat.invalid and int(repeat.tokens - bit_equal(repeat).sum()) > 0
+    got = f"{unequal} of {aligned.tokens} differ" + (" (the side does not repeat itself)" if noisy else "")
+    return ControlRow(name=name, expected="bit-equal", got=got, ok=unequal == 0 or noisy)
+
+
+def _pins_control(side: SideName, evidence: Evidence, book: ScoreBook) -> ControlRow:
+    live = set(evidence.players()) | evidence.base_pins
+    config = evidence.side(side)
+    if config and config.config.tp == 1:
+        live.discard("forward_reduce")  # one rank has no sum to pin
+    asked = {(arm, pin) for arm, result in book.arms[side].items() for pin in result.arm.pins if pin in live}
+    silent = sorted({pin for arm, pin in asked if not book.arms[side][arm].calls.get(pin)})
+    got = f"never ran: {', '.join(silent)}" if silent else f"{len(asked)} pins in {len(book.arms[side])} arms, each ran"
+    return ControlRow(name=f"{side}: every pin in force ran", expected="at least one call each", got=got, ok=not silent and bool(asked))

@@ -1,0 +1,118 @@
+"""Every bad input: one clear error, the right exit code, nothing started."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from rlmismatch.cli import COMMANDS, render_error
+from rlmismatch.errors import EngineError, RlmismatchError, UsageError
+from rlmismatch.exitcodes import ExitCode
+from tests.cli_runs import TINY, Done, run
+
+
+def test_exit_codes_are_frozen() -> None:
+    assert {c.name: c.value for c in ExitCode} == {
+        "OK": 0, "USAGE": 2, "DRIFT": 3, "CONTRACT": 4, "INCONCLUSIVE": 5, "ENGINE": 6, "ENVIRONMENT": 7,
+    }  # fmt: skip
+
+
+def test_commands_are_frozen() -> None:
+    assert list(COMMANDS) == ["probe", "gemm", "attention", "logprob", "report", "axes"]
+
+
+def test_an_error_is_rendered_as_what_where_details_hint() -> None:
+    error = UsageError("slug-of-it", "What happened.", where="file:3", hint="Do this.", details=("one", "two"))
+    assert render_error(error) == "error[slug-of-it]: What happened.\n  where: file:3\n  | one\n  | two\n  hint:  Do this."
+
+
+def test_an_error_survives_a_process_boundary() -> None:
+    error = EngineError("worker-killed", "rank 1", where="log", hint="h", details=("d",))
+    back = RlmismatchError.from_json(json.loads(json.dumps(error.to_json())))
+    assert type(back) is EngineError
+    assert back.to_json() == error.to_json()
+
+
+def _write(path: Path, *rows: object) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def _refused(done: Done, slug: str, code: int = 2) -> str:
+    """The message; asserts that exactly one error was printed, as text and as JSON, and no traceback."""
+    assert done.code == code, done.stderr
+    assert re.findall(r"error\[([\w-]+)\]", done.stderr) == [slug], done.stderr
+    assert "Traceback" not in done.stderr
+    error = json.loads(done.stdout)["error"]
+    assert (error["slug"], error["exit_code"]) == (slug, code)
+    return done.stderr
+
+
+CASES: dict[str, tuple[list[str], str, str]] = {
+    "no checkpoint": (["--ckpt", "{tmp}"], "checkpoint-", "config.json"),
+    "prompts empty": (["--ckpt", TINY, "--prompts", "{empty}"], "file-empty", "holds no line"),
+    "prompts missing": (["--ckpt", TINY, "--prompts", "{tmp}/none.jsonl"], "file-unreadable", "none.jsonl"),
+    "ids out of range": (["--ckpt", TINY, "--prompts", "{ids}"], "token-id-out-of-range", "99999"),
+    "prompt too long": (["--ckpt", TINY, "--prompts", "{long}"], "prompt-too-long", "600 tokens"),
+    "text without tokenizer": (["--ckpt", TINY, "--prompts", "{text}"], "tokenizer-missing", "no tokenizer"),
+    "prompts and rollout": (["--ckpt", TINY, "--prompts", "{ids}", "--rollout", "{ids}"], "prompts-and-rollout", "exclude"),
+    "rollout with NaN": (["--ckpt", TINY, "--rollout", "{nan}"], "rollout-not-finite", "nan"),
+    "rollout of another length": (["--ckpt", TINY, "--rollout", "{short}"], "rollout-malformed", "1 recorded log-probs for 2"),
+    "heads do not fit": (["--ckpt", TINY, "--trainer-tp", "3"], "checkpoint-", "8"),
+    "sp without tp": (["--ckpt", TINY, "--sp"], "sp-needs-tp", "--trainer-tp"),
+    "axis unknown": (["--ckpt", TINY, "--axis", "model.nrom"], "axis-unknown", "model.norm"),
+    "waiver unknown": (["--ckpt", TINY, "--waive", "model.norm:epsilon"], "field-unknown", "model.norm:eps"),
+    "declaration malformed": (["--ckpt", TINY, "--declare", "model.norm"], "declaration-malformed", "AXIS:FIELD=VALUE"),
+    "plant unknown": (["--ckpt", TINY, "--plant", "rope_tehta"], "plant-unknown", "rope_theta"),
+    "plant on the wrong side": (["--ckpt", TINY, "--plant", "dropout_on@rollout"], "plant-wrong-side", "dropout_on@trainer"),
+    "plant side unknown": (["--ckpt", TINY, "--plant", "eps@actor"], "plant-side-unknown", "@trainer or"),
+    "budget unknown": (["--ckpt", TINY, "--budget", "mean_abbs=1"], "budget-unknown-key", "mean_abs"),
+    "config key unknown": (["--config", "{yaml}"], "config-key-unknown", "trainer_tp"),
+    "too few ranks": (["--ckpt", TINY, "--trainer-tp", "2", "--nproc", "1"], "too-few-ranks", "--nproc 2"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_refused_with_a_hint_before_any_engine(case: str, tmp_path: Path) -> None:
+    options, slug, words = CASES[case]
+    files = {
+        "tmp": str(tmp_path),
+        "empty": _write(tmp_path / "empty.jsonl"),
+        "ids": _write(tmp_path / "ids.jsonl", {"id": "x", "token_ids": [5, 99999]}),
+        "long": _write(tmp_path / "long.jsonl", {"id": "x", "token_ids": [5] * 600}),
+        "text": _write(tmp_path / "text.jsonl", {"id": "x", "text": "hello"}),
+        "nan": _write(tmp_path / "nan.jsonl", '{"id": "x", "prompt_ids": [1], "response_ids": [2], "logprobs": [NaN]}'),
+        "short": _write(tmp_path / "short.jsonl", {"id": "x", "prompt_ids": [1], "response_ids": [2, 3], "logprobs": [-1.0]}),
+        "yaml": _write(tmp_path / "run.yaml", f"ckpt: {TINY}", "trainer-tpp: 2"),
+    }
+    done = run("probe", *(o.format(**files) for o in options), out=tmp_path / "run")
+    if slug.endswith("-"):
+        assert done.code == 2
+        assert re.search(rf"error\[{slug}", done.stderr), done.stderr
+    else:
+        _refused(done, slug)
+    assert words in done.stderr
+    assert not list((tmp_path / "run").glob("logs/*")), "an engine was started"
+
+
+def test_an_axis_that_is_not_built_is_exit_7(tmp_path: Path) -> None:
+    message = _refused(run("gemm", "--ckpt", TINY, "--axis", "gemm.dgrad_reduce", out=tmp_path / "run"), "axis-not-built", 7)
+    assert "gemm.dgrad_reduce" in message
+
+
+def test_an_output_folder_that_holds_something_is_never_written_to(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("x")
+    _refused(run("probe", "--ckpt", TINY, out=tmp_path), "out-not-empty")
+    assert [p.name for p in tmp_path.iterdir()] == ["precious"]
+
+
+def test_options_may_stand_in_yaml_and_the_command_line_wins(tmp_path: Path) -> None:
+    config = _write(tmp_path / "run.yaml", f"ckpt: {TINY}", "trainer-tp: 2", "nproc: 1", "plant: [eps@trainer]")
+    done = run("probe", "--config", config, out=tmp_path / "a")
+    assert "error[too-few-ranks]: the trainer needs 2 ranks" in done.stderr  # trainer-tp and nproc were read
+    done = run("probe", "--config", config, "--trainer-tp", "3", out=tmp_path / "b")
+    assert "too-few-ranks" not in done.stderr  # 3 won over 2: the heads do not fit
+    assert done.code == 2
