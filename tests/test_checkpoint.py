@@ -38,7 +38,7 @@ def edit_config(root: Path, **changes: Any) -> None:
     path.write_text(json.dumps({key: value for key, value in data.items() if value is not ...}))
 
 
-def edit_weights(root: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def edit_weights(root: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = load_file(root / "model.safetensors")
     edit(tensors)
     save_file(tensors, root / "model.safetensors", metadata={"format": "pt"})

@@ -204,7 +204,7 @@ def test_what_the_oracle_does_not_do(checkpoints: dict[str, Path], load: Load) -
     config = SideConfig(side="oracle", engine="oracle", ckpt=str(checkpoints["tiny-llama"]))
     for changes, slug in (({"tp": 2}, "oracle-is-one-rank"), ({"plants": ("eps",)}, "oracle-takes-no-plants")):
         with pytest.raises(UsageError) as caught:
-            OracleEngine(dataclasses.replace(config, **changes))  # type: ignore[arg-type]
+            OracleEngine(dataclasses.replace(config, **changes))
         assert caught.value.slug == slug
     engine = load("tiny-llama")
     assert engine.readings() == {}
