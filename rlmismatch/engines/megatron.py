@@ -1,0 +1,227 @@
+"""The trainer: real Megatron-core, teacher-forced, one sequence at a time, on one rank of a TP group.
+
+Scores come from the model's own loss path. What an arm changes is hooked in for that arm and taken out again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import Any, Final
+
+import torch
+
+from rlmismatch.checkpoint import Checkpoint, digest
+from rlmismatch.contract import Reading
+from rlmismatch.engines import megatron_model, megatron_plants, megatron_provenance, megatron_readings, megatron_weights
+from rlmismatch.engines.protocol import Arm, ArmResult, SideConfig
+from rlmismatch.errors import UsageError
+from rlmismatch.pins.collectives import TpGroup
+from rlmismatch.pins.hooks import OpSwitch, Recorder, installed
+from rlmismatch.pins.megatron import TrainerOps, TrainerShape
+from rlmismatch.pins.megatron_logprob import REDUCES, LossSettings, VocabShard
+from rlmismatch.pins.spec import PINS, boundary_names
+from rlmismatch.tokens import Prompt, Sequence
+
+_REDUCE_KNOB: Final = "logprob.reduce"
+_PINNED_REDUCE: Final = "allgather_partials_fixed_merge"
+
+
+class MegatronEngine:
+    """`Engine` over megatron-core. torch.distributed must be initialised with exactly tp * cp ranks before `load`."""
+
+    def __init__(self, config: SideConfig, *, rank: int, local_rank: int) -> None:
+        self.config = config
+        self.device = torch.device("cuda", local_rank) if config.device == "cuda" else torch.device("cpu")
+        # What stays in force as long as the model lives: shims of the environment, and plants.
+        self._standing = contextlib.ExitStack()
+
+    def load(self) -> None:
+        """Build the model, load the checkpoint, put the plants in.
+
+        Raises UsageError for what is not built or does not fit, EnvironmentUnfitError if the TE spec can not run here.
+        """
+        config = self.config
+        if config.cp > 1:
+            raise UsageError(
+                "trainer-cp-not-built", f"context parallelism is not built yet (cp {config.cp})", where="trainer", hint="use cp 1"
+            )
+        checkpoint = Checkpoint.open(config.ckpt)
+        self.model = checkpoint.config
+        self.model.check_fits(config.tp, side="trainer", sp=config.sp)
+        self.plants = megatron_plants.chosen(config, self.model)
+
+        from megatron.core import parallel_state, tensor_parallel
+
+        if config.device == "cpu":
+            self._standing.enter_context(megatron_model.cpu_shims())
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=config.tp)
+        self._standing.callback(parallel_state.destroy_model_parallel)
+        if config.device == "cuda":
+            tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
+        torch.manual_seed(config.seed)
+        group = parallel_state.get_tensor_model_parallel_group()
+        self.tp = TpGroup(group=group, size=group.size(), rank=group.rank())
+        self.gpt = megatron_model.build_model(config, self.model)
+        self._standing.callback(megatron_model.clear_rope_cache, self.gpt)
+        megatron_weights.load(self.gpt, checkpoint, tp=self.tp, te=config.trainer_spec == "te", dtype=config.dtype)
+        self.shard = VocabShard(tp=self.tp, vocab_size=self.model.vocab_size, padded_vocab_size=self.gpt.vocab_size)
+        site = megatron_plants.Site(gpt=self.gpt, config=config, model=self.model, shard=self.shard)
+        patches = [patch for plant in self.plants.values() for patch in plant.apply(site)]
+        self._standing.enter_context(installed(patches))
+        self.ops = TrainerOps(
+            self.gpt,
+            TrainerShape(
+                impl=config.impl,
+                sp=config.sp,
+                num_heads=self.model.num_heads,
+                num_kv_heads=self.model.num_kv_heads,
+                head_dim=self.model.head_dim,
+                eps=self.model.rms_eps,
+                inv_freq=self.model.rope.inv_freq(self.model.head_dim).to(self.device),
+                temperature=config.temperature,
+            ),
+            self.shard,
+        )
+
+    def run(self, arm: Arm, sequences: Seq[Sequence]) -> ArmResult:
+        """Score the sequences under one arm; the native state is back on return, also after an error.
+
+        A boundary probe takes the first sequence only, and needs every pin that the model has an operation for.
+        """
+        started = time.perf_counter()
+        self._check(arm, sequences)
+        settings, knobs = self._settings(arm)
+        switch = OpSwitch(active=arm.pins, probe=arm.probe, recorder=Recorder())
+        result = ArmResult(arm=arm, knobs=knobs)
+        scores: dict[str, torch.Tensor] = {}
+        with installed(self.ops.patches(switch, settings)) as counter:
+            for sequence in sequences[:1] if arm.probe == "boundary" else sequences:
+                scores[sequence.id] = self._score(sequence)
+        result.scores = dict.fromkeys(arm.paths, scores)
+        result.calls = {pin: switch.calls[pin] for pin in sorted(arm.pins)}
+        result.notes += [f"hook {label} was installed and never called" for label in counter.silent()]
+        if arm.probe == "local":
+            result.local = switch.recorder.local_errors(self.tp.group)
+        if arm.probe == "boundary":
+            result.boundaries = self._boundaries(switch.recorder)
+        result.seconds = time.perf_counter() - started
+        return result
+
+    def readings(self) -> Mapping[str, Mapping[str, Reading]]:
+        """The contract, read back from the live model; collective. A plant shows where the live model shows it."""
+        readings = megatron_readings.read_all(self)
+        megatron_plants.overridden(readings, self.plants)
+        return readings
+
+    def weight_digests(self) -> Mapping[str, str]:
+        """Logical name -> digest of the live tensor, un-sharded, un-fused, without padding; and ``tied``. Complete on rank 0."""
+        out = {"tied": "true" if self.live_tied else "false"}
+        live = dict(self.gpt.named_parameters())
+        model = dataclasses.replace(self.model, tied=self.live_tied)
+        for parameter in megatron_weights.parameters(model, te=self.config.trainer_spec == "te"):
+            parts = self.tp.gathered(live[parameter.name].detach())
+            if self.tp.rank == 0:
+                tensors = megatron_weights.unshard(parameter.kind, parts, model)
+                out |= {name: digest(tensor) for name, tensor in zip(parameter.sources, tensors, strict=True)}
+        return out
+
+    def provenance(self) -> Mapping[str, Any]:
+        return megatron_provenance.provenance(self)
+
+    def generate(self, prompts: Seq[Prompt], *, max_new_tokens: int, seed: int) -> tuple[Sequence, ...]:
+        raise UsageError("trainer-does-not-generate", "the trainer scores given tokens; only the rollout generates", where="trainer")
+
+    def close(self) -> None:
+        self._standing.close()
+
+    @property
+    def live_tied(self) -> bool:
+        """Whether the live head has no weight of its own."""
+        return bool(self.gpt.share_embeddings_and_output_weights) and self.gpt.output_layer.weight is None
+
+    @property
+    def native_settings(self) -> LossSettings:
+        """What this run asks of the native loss, before any arm. Plant temperature_not_applied forgets the temperature."""
+        padded = self.shard.padded_vocab_size > self.shard.vocab_size
+        return LossSettings(
+            padding=self.config.vocab_padding_policy if padded else "include",
+            temperature=1.0 if "temperature_not_applied" in self.plants else self.config.temperature,
+        )
+
+    def forward(self, token_ids: Seq[int], labels: Seq[int] | None) -> torch.Tensor:
+        """float32 [S] loss per position, or without labels logits [S, V / tp]; S is padded on the right to a multiple of TP under SP.
+
+        Causal attention keeps the padding from reaching any real token.
+        """
+        padding = -len(token_ids) % self.tp.size if self.config.sp else 0
+        ids = torch.tensor([[*token_ids, *[0] * padding]], device=self.device)
+        length = ids.shape[1]
+        self.ops.begin(len(token_ids))
+        with torch.no_grad():
+            out = self.gpt(
+                ids,
+                torch.arange(length, device=self.device)[None],
+                None if self.config.trainer_spec == "te" else megatron_model.causal_mask(length, self.device),
+                labels=None if labels is None else torch.tensor([[*labels, *[0] * padding]], device=self.device),
+            )
+        return out[0]  # type: ignore[no-any-return]
+
+    def _score(self, sequence: Sequence) -> torch.Tensor:
+        """float64 [len(response_ids)] on the CPU, nats: position t's loss is of token t + 1."""
+        ids = sequence.token_ids
+        logprob_S = -self.forward(ids, [*ids[1:], 0])
+        return logprob_S[len(sequence.prompt_ids) - 1 : len(ids) - 1].double().cpu()
+
+    def _boundaries(self, recorder: Recorder) -> dict[str, torch.Tensor]:
+        joined = recorder.boundaries(self.tp.group)
+        heads = ("q_proj", "k_proj", "v_proj")
+        return {
+            name: joined[name].view(len(joined[name]), -1, self.model.head_dim) if name.endswith(heads) else joined[name]
+            for name in boundary_names(self.model.num_layers)
+            if name in joined
+        }
+
+    def _settings(self, arm: Arm) -> tuple[LossSettings, dict[str, dict[str, Any]]]:
+        """The native loss's settings under `arm`, and what became of each knob that was asked for."""
+        settings, knobs = self.native_settings, {}
+        for knob, value in {**self.config.knobs, **arm.settings}.items():
+            if knob != _REDUCE_KNOB or value not in REDUCES:
+                known = f"{_REDUCE_KNOB}: {', '.join(REDUCES)}"
+                knobs[knob] = _outcome(value, None, "unsupported", f"the trainer has {known}")
+            elif "logprob" in arm.pins:
+                same = value == _PINNED_REDUCE
+                knobs[knob] = _outcome(value, _PINNED_REDUCE, "applied" if same else "fell_back", "the pin logprob is in force")
+            else:
+                settings = dataclasses.replace(settings, reduce=value)
+                knobs[knob] = _outcome(value, value, "applied", "one shard" if self.tp.size == 1 else "")
+        return settings, knobs
+
+    def _check(self, arm: Arm, sequences: Seq[Sequence]) -> None:
+        if set(arm.paths) - {"forward"}:
+            raise UsageError("path-unknown", f"the trainer scores by 'forward' only, not by {sorted(set(arm.paths) - {'forward'})}")
+        every = frozenset(PINS) - (frozenset() if self.model.qk_norm else {"qk_norm"})
+        if arm.pins - frozenset(PINS):
+            raise UsageError("pin-unknown", f"unknown pins {sorted(arm.pins - frozenset(PINS))}", hint=f"known: {', '.join(PINS)}")
+        if arm.probe == "boundary" and not arm.pins >= every:
+            raise UsageError("boundary-probe-needs-every-pin", f"pins missing: {sorted(every - arm.pins)}", where=f"arm {arm.id}")
+        longest = min(self.config.max_model_len, self.model.max_positions)
+        for sequence in sequences:
+            if len(sequence.token_ids) > longest:
+                raise UsageError(
+                    "sequence-too-long", f"sequence {sequence.id!r} has {len(sequence.token_ids)} tokens, the model takes {longest}"
+                )
+            # Megatron embeds an id that no rank owns as zeros, without a word.
+            bad = [t for t in sequence.token_ids if not 0 <= t < self.model.vocab_size]
+            if bad:
+                raise UsageError(
+                    "token-outside-vocabulary",
+                    f"sequence {sequence.id!r} holds token id {bad[0]}, the vocabulary has {self.model.vocab_size}",
+                )
+
+
+def _outcome(requested: Any, actual: Any, status: str, reason: str) -> dict[str, Any]:
+    return {"requested": requested, "actual": actual, "status": status, "reason": reason}

@@ -1,0 +1,189 @@
+"""Builds the GPTModel of a checkpoint: its config, its layer spec, and what Megatron-core needs to run without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from rlmismatch.engines.protocol import SideConfig
+from rlmismatch.errors import EnvironmentUnfitError
+from rlmismatch.pins.hooks import Patch, installed
+
+if TYPE_CHECKING:
+    from rlmismatch.checkpoint import ModelConfig
+
+# Rows that Megatron's own trainer pads the vocabulary to (--make-vocab-size-divisible-by), times TP.
+VOCAB_MULTIPLE = 128
+
+
+class TrainerRMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm where Megatron's local spec wants it.
+
+    The local spec's own wrapper builds this very class, but refuses sequence parallelism and leaves the weights in float32
+    (a trainer casts them with Float16Module). The arithmetic is torch's, unchanged.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class _NoRngTracker:
+    """Dropout on the CPU draws from torch's default generator; Megatron's tracker holds CUDA states only."""
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "") -> Iterator[None]:
+        yield
+
+
+def cpu_shims() -> contextlib.AbstractContextManager[Any]:
+    """Makes Megatron-core's few hard-wired CUDA calls point at the CPU while the context is open. Process-wide."""
+    from megatron.core import tensor_parallel
+    from megatron.core.tensor_parallel import layers
+
+    cpu, tracker = torch.device("cpu"), _NoRngTracker()
+    return installed(
+        [
+            Patch(target=torch.cuda, name="current_device", make=lambda _: lambda: cpu, pins=()),
+            Patch(target=tensor_parallel, name="get_cuda_rng_tracker", make=lambda _: lambda *a, **k: tracker, pins=()),
+            Patch(target=layers, name="get_cuda_rng_tracker", make=lambda _: lambda *a, **k: tracker, pins=()),
+        ]
+    )
+
+
+def have_transformer_engine() -> bool:
+    """Whether transformer_engine really imports here: Megatron-core replaces a broken one by stubs without a word."""
+    try:
+        import transformer_engine.pytorch  # noqa: F401  the import is the question
+    except (ImportError, OSError, RuntimeError):
+        return False
+    return True
+
+
+def build_model(config: SideConfig, model: ModelConfig) -> Any:
+    """A GPTModel in eval mode with weights not yet loaded, on this rank's device. parallel_state must be initialised.
+
+    Raises EnvironmentUnfitError if the TE spec is asked for and can not run here.
+    """
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    te = config.trainer_spec == "te"
+    if te and (config.device != "cuda" or not have_transformer_engine()):
+        raise EnvironmentUnfitError(
+            "transformer-engine-not-usable",
+            "the trainer spec 'te' needs a CUDA device and a transformer_engine that imports",
+            where="trainer",
+            hint="use --trainer-spec local",
+        )
+    transformer_config = _transformer_config(config, model)
+    layer, final_norm = (_te_spec if te else _local_spec)(model)
+    # A second model in one process would find the choice of the first in these and refuse its own.
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        os.environ.pop(name, None)
+    rope = model.rope
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Apex, TE and deprecation notices of the engine are not about this run
+        gpt = GPTModel(
+            config=transformer_config,
+            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer] * model.num_layers, layer_norm=final_norm),
+            vocab_size=model.padded_vocab_size(config.tp, VOCAB_MULTIPLE),
+            max_sequence_length=config.max_model_len,
+            parallel_output=True,
+            share_embeddings_and_output_weights=model.tied,
+            position_embedding_type="rope",
+            rotary_percent=1.0,
+            rotary_base=rope.theta,
+            seq_len_interpolation_factor=rope.factor if rope.kind == "linear" else None,
+        )
+    if rope.kind == "llama3":
+        # Megatron takes the factor only and hard-codes the other three numbers, so the frequencies are set, not derived.
+        set_inv_freq(gpt, rope.inv_freq(model.head_dim))
+    return gpt.eval()
+
+
+def set_inv_freq(gpt: Any, inv_freq: torch.Tensor) -> None:
+    """Replace the live rotary frequencies. The embedding caches its table per length, hence the clearing."""
+    rotary = gpt.rotary_pos_emb
+    rotary.inv_freq = inv_freq.to(rotary.inv_freq.device)
+    clear_rope_cache(gpt)
+
+
+def clear_rope_cache(gpt: Any) -> None:
+    """Forget the rotary tables; the cache lives on the class and keeps every model it has seen alive."""
+    type(gpt.rotary_pos_emb).forward.cache_clear()
+
+
+def causal_mask(length: int, device: torch.device) -> torch.Tensor:
+    """bool [1, 1, length, length], True where a query may not look. Without a mask Megatron-core builds one on the GPU."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).triu(1)[None, None]
+
+
+def _transformer_config(config: SideConfig, model: ModelConfig) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    dtype = getattr(torch, config.dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return TransformerConfig(
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            num_attention_heads=model.num_heads,
+            num_query_groups=model.num_kv_heads,
+            kv_channels=model.head_dim,
+            ffn_hidden_size=model.intermediate_size,
+            tensor_model_parallel_size=config.tp,
+            context_parallel_size=config.cp,
+            sequence_parallel=config.sp,
+            normalization="RMSNorm",
+            layernorm_epsilon=model.rms_eps,
+            qk_layernorm=model.qk_norm,
+            add_bias_linear=False,
+            add_qkv_bias=model.qkv_bias,
+            gated_linear_unit=True,
+            activation_func=functional.silu,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            params_dtype=dtype,
+            pipeline_dtype=dtype,
+            bf16=dtype is torch.bfloat16,
+            fp16=dtype is torch.float16,
+            use_cpu_initialization=config.device == "cpu",
+            perform_initialization=False,
+            # Each of these needs Apex or Megatron's own CUDA extensions, and falls back per shape, silently, without them.
+            masked_softmax_fusion=False,
+            bias_activation_fusion=False,
+            bias_dropout_fusion=False,
+            gradient_accumulation_fusion=False,
+            persist_layer_norm=False,
+        )
+
+
+def _local_spec(model: ModelConfig) -> tuple[Any, Any]:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer = get_gpt_layer_local_spec(qk_layernorm=model.qk_norm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = TrainerRMSNorm
+    layer.submodules.pre_mlp_layernorm = TrainerRMSNorm
+    if model.qk_norm:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = TrainerRMSNorm
+    return layer, TrainerRMSNorm
+
+
+def _te_spec(model: ModelConfig) -> tuple[Any, Any]:
+    from megatron.core.extensions.transformer_engine import TENorm
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm), TENorm

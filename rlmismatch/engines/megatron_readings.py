@@ -1,0 +1,282 @@
+"""The trainer's contract, read back from the live GPTModel.
+
+A value that was read names the attribute it comes from, or the trial by which the live engine was asked; a documented one names the
+source file. The canonical forms are shared with the rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from rlmismatch.contract import not_applicable, read, unknown
+from rlmismatch.engines import megatron_plants, megatron_trials
+from rlmismatch.engines.megatron_evidence import (
+    Fields,
+    by_table,
+    derived,
+    dtype_of,
+    fill,
+    forward_only,
+    from_environment,
+    gemm_library,
+    one_value,
+)
+from rlmismatch.engines.megatron_readings_logprob import logprob_family
+
+if TYPE_CHECKING:
+    from rlmismatch.engines.megatron import MegatronEngine
+
+
+def read_all(engine: MegatronEngine) -> dict[str, Fields]:
+    """axis id -> field -> reading. Collective: three short trials run on all ranks."""
+    rope = _rope(engine)
+    return {
+        "gemm.runtime_flags": _runtime_flags(engine),
+        "gemm.kernel": _gemm_kernel(engine),
+        "gemm.dgrad_reduce": forward_only("order", "acc_dtype", "engine"),
+        "gemm.forward_reduce": _forward_reduce(engine),
+        "gemm.wgrad_accumulate": forward_only("accum_dtype", "main_grad_dtype", "fusion"),
+        "attention.provenance": _attention_provenance(engine, rope),
+        "attention.materialization": {
+            "logical_rows": by_table("one query row per token", "transformer/dot_product_attention.py"),
+            "physical_form": by_table("full_prefill", "models/gpt/gpt_model.py: forward without an inference context"),
+            "chunk_size": not_applicable("the trainer runs a sequence in one piece"),
+            "block_size": not_applicable("no KV cache in the trainer"),
+        },
+        "attention.rope": rope,
+        "attention.layout": _attention_layout(engine),
+        "attention.lse": fill(
+            not_applicable("CP1: no merge consumes an LSE"), "lse_export", "lse_domain", "lse_base", "lse_shape", "masked_row"
+        ),
+        "attention.merge_order": fill(
+            not_applicable("CP1, one split"),
+            "global_block_index",
+            "acc_dtype",
+            "merge_order",
+            "cp_partition",
+            "cp_comm_type",
+            "split_kv_policy",
+            "engine",
+        ),
+        "attention.precision": _attention_precision(engine),
+        "attention.backend_reuse": fill(
+            not_applicable("no other backend was asked to stand in"), "backend_candidate", "library_version", "backend_capability"
+        ),
+        "attention.backward": forward_only("dq", "dk", "dv", "saved_forward_state", "backward_backend", "deterministic"),
+        **logprob_family(engine),
+        "model.weights": {
+            "tied_head": read(engine.live_tied, "share_embeddings_and_output_weights, output_layer.weight"),
+            "buffers": read(sorted(name for name, _ in engine.gpt.named_buffers()), "GPTModel.named_buffers()"),
+            "weight_version": read("as loaded", "the checkpoint is loaded once"),
+        },
+        "model.norm": _norm(engine),
+        "model.qk_norm": _qk_norm(engine),
+        "model.activation": _activation(engine),
+        "model.mode": _mode(engine),
+        "model.compile": {
+            "mode": read("eager", "config.cuda_graph_impl")
+            if engine.gpt.config.cuda_graph_impl == "none"
+            else unknown("CUDA graphs are on"),
+            "capture_sizes": read([], "config.cuda_graph_impl"),
+            "padded_rows": read(0, "config.cuda_graph_impl"),
+        },
+    }
+
+
+def _runtime_flags(engine: MegatronEngine) -> Fields:
+    config, matmul = engine.gpt.config, torch.backends.cuda.matmul
+    on_gpu = engine.device.type == "cuda"
+    no_gpu = not_applicable("no cuBLAS on CPU")
+    return {
+        "compute_dtype": read(dtype_of(*engine.gpt.parameters()), "dtype of every parameter"),
+        "tensor_parallel_size": read(engine.tp.size, "size of the live tensor-parallel group"),
+        "sequence_parallel": read(
+            bool(engine.gpt.decoder.layers[0].self_attention.linear_qkv.sequence_parallel), "linear_qkv.sequence_parallel"
+        ),
+        "tf32": read(matmul.allow_tf32, "torch.backends.cuda.matmul.allow_tf32") if on_gpu else no_gpu,
+        "bf16_reduced_precision_reduction": (
+            read(bool(matmul.allow_bf16_reduced_precision_reduction), "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction")
+            if on_gpu
+            else no_gpu
+        ),
+        "deterministic_mode": read(bool(config.deterministic_mode), "config.deterministic_mode"),
+        "batch_invariant": read(bool(config.batch_invariant_mode), "config.batch_invariant_mode"),
+        "cublas_workspace": from_environment("CUBLAS_WORKSPACE_CONFIG"),
+        "nccl_algo": from_environment("NCCL_ALGO"),
+        "nccl_proto": from_environment("NCCL_PROTO"),
+        "cudnn_deterministic": read(torch.backends.cudnn.deterministic, "torch.backends.cudnn.deterministic"),
+        "float32_matmul_precision": read(torch.get_float32_matmul_precision(), "torch.get_float32_matmul_precision()"),
+    }
+
+
+def _gemm_kernel(engine: MegatronEngine) -> Fields:
+    return {
+        "backend_id": by_table(gemm_library(engine), "tensor_parallel/layers.py"),
+        "batch_invariant": read(bool(engine.gpt.config.batch_invariant_mode), "config.batch_invariant_mode"),
+    }
+
+
+def _forward_reduce(engine: MegatronEngine) -> Fields:
+    if engine.tp.size == 1:
+        return fill(not_applicable("TP1: nothing to reduce"), "order", "acc_dtype", "collective", "engine")
+    sp = engine.gpt.decoder.layers[0].self_attention.linear_proj.sequence_parallel
+    two = engine.tp.size == 2
+    many = unknown(f"{dist.get_backend(engine.tp.group)} chooses its algorithm by message size and topology, and reports neither")
+    return {
+        "order": not_applicable("two ranks: one addition, no order") if two else many,
+        "acc_dtype": by_table("float32", "tensor_parallel/mappings.py: two ranks are one addition, rounded once") if two else many,
+        "collective": read("reduce_scatter" if sp else "all_reduce", "linear_proj.sequence_parallel"),
+        "engine": read(dist.get_backend(engine.tp.group), "torch.distributed.get_backend(tp group)"),
+    }
+
+
+def _attention_provenance(engine: MegatronEngine, rope: Fields) -> Fields:
+    gpt = engine.gpt
+    attention = gpt.decoder.layers[0].self_attention
+    core, config = attention.core_attention, gpt.config
+    local = engine.config.trainer_spec == "local"
+    scale = core.softmax_scale if local else getattr(core, "softmax_scale", engine.model.head_dim**-0.5)
+    return {
+        **_heads(engine),
+        "dtype": read(dtype_of(attention.linear_qkv.weight), "linear_qkv.weight.dtype"),
+        "tensor_parallel_size": read(engine.tp.size, "size of the live tensor-parallel group"),
+        "context_parallel_size": read(int(config.context_parallel_size), "config.context_parallel_size"),
+        "mask": read(attention.attn_mask_type.name, "self_attention.attn_mask_type"),
+        "sliding_window": read(0 if config.window_size is None else int(config.window_size[0]) + 1, "config.window_size"),
+        "softmax_scale": read(float(torch.tensor(scale, dtype=torch.float32)), "core_attention.softmax_scale, as float32"),
+        "logit_soft_cap": by_table(0.0, "transformer/dot_product_attention.py"),
+        "sinks": read(config.softmax_type != "vanilla", "config.softmax_type"),
+        "rope_identity": derived(
+            rope["theta"], lambda theta: f"theta={theta},scaling={rope['scaling'].value},factor={rope['attention_factor'].value}"
+        ),
+        "cache_identity": by_table("cold", "models/gpt/gpt_model.py: no inference context, so no cache"),
+        "requested_backend": read(config.attention_backend.name, "config.attention_backend"),
+        "actual_backend": read(type(core).__name__, "type(core_attention)"),
+        "mode": read("eager", "config.cuda_graph_impl"),
+        "fallback_reason": not_applicable("the spec names the class"),
+    }
+
+
+def _rope(engine: MegatronEngine) -> Fields:
+    """theta and scaling are those that reproduce the live frequencies bit for bit; a wrong theta shows as what it is."""
+    rotary, spec = engine.gpt.rotary_pos_emb, engine.model.rope
+    live = rotary.inv_freq.cpu()
+    if rotary.seq_len_interpolation_factor is not None:
+        live = live / rotary.seq_len_interpolation_factor
+    width = 2 * live.numel()
+    scaling = read(spec.scaling, "rotary_pos_emb.inv_freq, seq_len_interpolation_factor")
+    theta = read(float(spec.theta), "rotary_pos_emb.inv_freq")
+    if not torch.equal(live, spec.inv_freq(width)):
+        # 1 / inv_freq[1] = theta ** (2 / width) where nothing scales the frequencies.
+        fitted = float(live.double()[1] ** (-width / 2)) if width > 2 else float("nan")
+        theta = read(float(f"{fitted:.6g}"), "fitted to rotary_pos_emb.inv_freq, which is not the checkpoint's")
+    return {
+        "theta": theta,
+        "scaling": scaling,
+        "attention_factor": by_table(1.0, "transformer/attention.py: mscale is 1 without YaRN"),
+        "rotary_dim": read(width, "rotary_pos_emb.inv_freq"),
+        "rotary_layout": read("interleaved" if engine.gpt.config.rotary_interleaved else "half", "config.rotary_interleaved"),
+        "position_ids": by_table("0..n-1", "models/common/embeddings/rotary_pos_embedding.py: arange, position ids are ignored"),
+        "cache_position": by_table("absolute", "models/common/embeddings/rotary_pos_embedding.py"),
+        "q_rope_state": by_table("rotated", "transformer/attention.py"),
+        "k_cache_rope_state": by_table("rotated", "transformer/attention.py: K as core attention gets it"),
+        "cos_sin_dtype": by_table(engine.config.dtype, "models/common/embeddings/rope_utils.py: cast to the operand's dtype"),
+        "rope_fusion_boundary": read("fused" if engine.gpt.config.apply_rope_fusion else "unfused", "config.apply_rope_fusion"),
+    }
+
+
+def _attention_layout(engine: MegatronEngine) -> Fields:
+    own = engine.gpt.decoder.layers[0].self_attention.num_attention_heads_per_partition
+    return {
+        **_heads(engine),
+        "tp_head_ownership": read(
+            [[rank * own, (rank + 1) * own] for rank in range(engine.tp.size)], "self_attention.num_attention_heads_per_partition"
+        ),
+        "gqa_mapping": by_table("block", "transformer/dot_product_attention.py: repeat_interleave"),
+        "qkv_layout": by_table("per kv group: q heads, k, v", "transformer/attention.py: get_query_key_value_tensors"),
+        "segment_boundaries": read("per sequence", "batch of 1, packed_seq_params is None"),
+    }
+
+
+def _attention_precision(engine: MegatronEngine) -> Fields:
+    core = engine.gpt.decoder.layers[0].self_attention.core_attention
+    local = engine.config.trainer_spec == "local"
+    dtype, source = engine.config.dtype, "transformer/dot_product_attention.py: baddbmm, softmax, bmm" if local else "transformer_engine"
+    softmax = "float32" if not local or core.scale_mask_softmax.softmax_in_fp32 else dtype
+    return {
+        "accum_dtype": by_table("float32", source),
+        "downcast_at": by_table("final_write", source),
+        "kv_dtype": read(dtype_of(engine.gpt.decoder.layers[0].self_attention.linear_qkv.weight), "linear_qkv.weight.dtype"),
+        "backend_policy": by_table(f"scores {dtype}, softmax {softmax}, probabilities {dtype}" if local else "fused", source),
+    }
+
+
+def _norm(engine: MegatronEngine) -> Fields:
+    norms = megatron_plants.layer_norms(engine.gpt)
+    local = engine.config.trainer_spec == "local"
+    source = "torch.nn.functional.rms_norm" if local else "transformer_engine RMSNorm"
+    return {
+        "eps": read(one_value(float(norm.eps) for norm in norms), "eps of every layer norm"),
+        "variant": read("rms" if engine.gpt.config.normalization == "RMSNorm" else engine.gpt.config.normalization, "config.normalization"),
+        "norm_dtype": by_table("float32", source),
+        "residual_rounded_before_norm": by_table(True, "fusions/fused_bias_dropout.py"),
+        "cast_before_weight": by_table(False, f"{source} rounds once, behind the weight"),
+        "fusion": read("none" if local else "norm and linear in one module", "type(linear_qkv)"),
+    }
+
+
+def _qk_norm(engine: MegatronEngine) -> Fields:
+    present = megatron_trials.qk_norm_acts(engine)
+    if not engine.gpt.config.qk_layernorm:
+        return {"present": present, **fill(not_applicable("no q/k-norm in the model"), "eps", "norm_dtype", "cast_before_weight", "fusion")}
+    layers = engine.gpt.decoder.layers
+    source = "torch.nn.functional.rms_norm" if engine.config.trainer_spec == "local" else "transformer_engine RMSNorm"
+    norms = [norm for layer in layers for norm in (layer.self_attention.q_layernorm, layer.self_attention.k_layernorm)]
+    return {
+        "present": present,
+        "eps": read(one_value(float(norm.eps) for norm in norms), "eps of every q/k norm"),
+        "norm_dtype": by_table("float32", source),
+        "cast_before_weight": by_table(False, f"{source} rounds once, behind the weight"),
+        "fusion": read("none", "type(q_layernorm)"),
+    }
+
+
+def _activation(engine: MegatronEngine) -> Fields:
+    config = engine.gpt.config
+    swiglu = config.gated_linear_unit and config.activation_func is torch.nn.functional.silu
+    fused = config.bias_activation_fusion
+    return {
+        "kind": read("swiglu" if swiglu else getattr(config.activation_func, "__name__", "?"), "config.gated_linear_unit, activation_func"),
+        "rounding": by_table("one" if fused else "silu, then the product", "transformer/mlp.py"),
+        "fusion": read("bias and activation" if fused else "none", "config.bias_activation_fusion"),
+    }
+
+
+def _mode(engine: MegatronEngine) -> Fields:
+    layers, training = engine.gpt.decoder.layers, engine.gpt.training
+
+    def in_force(probabilities: Iterable[float]) -> Any:
+        return one_value(p if training else 0.0 for p in probabilities)
+
+    local = engine.config.trainer_spec == "local"
+    attention = [float(x.self_attention.core_attention.attention_dropout.p if local else x.config.attention_dropout) for x in layers]
+    return {
+        "attention_dropout": read(in_force(attention), "core_attention.attention_dropout.p, if the modules are in train mode"),
+        "hidden_dropout": read(in_force(float(x.hidden_dropout) for x in layers), "layer.hidden_dropout, if the modules are in train mode"),
+        "training_flag": read(bool(training), "GPTModel.training"),
+    }
+
+
+def _heads(engine: MegatronEngine) -> Fields:
+    attention = engine.gpt.decoder.layers[0].self_attention
+    return {
+        "num_query_heads": read(
+            attention.num_attention_heads_per_partition * engine.tp.size, "self_attention.num_attention_heads_per_partition, over ranks"
+        ),
+        "num_kv_heads": read(int(engine.gpt.config.num_query_groups), "config.num_query_groups"),
+        "head_dim": read(int(attention.hidden_size_per_attention_head), "self_attention.hidden_size_per_attention_head"),
+    }

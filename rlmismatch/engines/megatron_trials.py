@@ -1,0 +1,94 @@
+"""What the trainer's live engine does, found by asking it: short trials with known inputs, for what no attribute shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from rlmismatch.contract import Reading, read, unknown
+from rlmismatch.pins.hooks import OpSwitch, Recorder, installed
+
+if TYPE_CHECKING:
+    from rlmismatch.engines.megatron import MegatronEngine
+
+_ROWS: Final = 8
+_TOLERANCE_NATS: Final = 1e-4  # float32 log-softmax over 1e5 columns is good to 1e-5; the candidates lie 1e-2 and more apart
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossBehaviour:
+    """How the live loss treats logits. `offset` is a constant, in nats, by which its log-sum-exp is too large."""
+
+    padding: Reading  # include | mask
+    temperature: Reading
+    chain: Reading
+    offset: Reading
+
+
+def loss(engine: MegatronEngine) -> LossBehaviour:
+    """Score synthetic logits by the live loss and name the one candidate (padding policy x temperature) that gives its values.
+
+    Rows have different scales and padded columns are large, so that no two candidates differ by a mere constant. Collective.
+    """
+    shard = engine.shard
+    source = "trial: synthetic logits through compute_language_model_loss"
+    generator = torch.Generator().manual_seed(0)
+    logits_TV = torch.randn(_ROWS, shard.padded_vocab_size, generator=generator) * torch.linspace(0.5, 3.0, _ROWS)[:, None]
+    logits_TV[:, shard.vocab_size :] = 5.0
+    logits_TV = logits_TV.to(getattr(torch, engine.config.dtype))
+    targets_T = torch.arange(_ROWS) * (shard.vocab_size // _ROWS)
+    own_TV = logits_TV[:, shard.start : shard.start + shard.width].to(engine.device)
+    native = OpSwitch(active=frozenset(), probe="none", recorder=Recorder())
+    with torch.no_grad(), installed(engine.ops.patches(native, engine.native_settings)):
+        live_T = -engine.gpt.compute_language_model_loss(targets_T[None].to(engine.device), own_TV[:, None].contiguous())[0].cpu().double()
+
+    # Where nothing is padded the two policies are one, and both sides call it "mask".
+    columns = (
+        {"mask": shard.vocab_size} if shard.padded_vocab_size == shard.vocab_size else _both(shard.vocab_size, shard.padded_vocab_size)
+    )
+    for padding, width in columns.items():
+        for temperature in sorted({1.0, engine.config.temperature}):
+            exact_TV = (logits_TV[:, :width].double() / temperature).log_softmax(-1)
+            difference_T = live_T - exact_TV.gather(1, targets_T[:, None])[:, 0]
+            if float(difference_T.max() - difference_T.min()) <= _TOLERANCE_NATS:
+                offset = -float(difference_T.mean())
+                return LossBehaviour(
+                    padding=read(padding, source),
+                    temperature=read(temperature, source),
+                    chain=read([] if temperature == 1.0 else [f"temperature({temperature})"], source),
+                    offset=read(offset if abs(offset) > _TOLERANCE_NATS else 0.0, source),
+                )
+    nothing = unknown(f"{source}: the values match no known combination of padding policy and temperature")
+    return LossBehaviour(padding=nothing, temperature=nothing, chain=nothing, offset=nothing)
+
+
+def _both(real: int, padded: int) -> dict[str, int]:
+    return {"mask": real, "include": padded}
+
+
+def head_dtype(engine: MegatronEngine) -> Reading:
+    """dtype of the logits of a forward over two tokens. Collective."""
+    logits = engine.forward([0, 0], labels=None)
+    return read(str(logits.dtype).removeprefix("torch."), "trial: dtype of GPTModel's logits")
+
+
+def pad_rows(engine: MegatronEngine) -> Reading:
+    """What the padded rows of the live head hold, over all ranks: ``zeros``, or their largest magnitude. Collective."""
+    head = engine.gpt.embedding.word_embeddings if engine.live_tied else engine.gpt.output_layer
+    rows = head.weight.detach()[engine.shard.real_width :].abs().float()
+    own = rows.max() if rows.numel() else torch.zeros((), device=engine.device)
+    largest = max(float(x) for x in engine.tp.gathered(own.reshape(1)))
+    return read("zeros" if largest == 0.0 else f"up to {largest:.3g}", "head weight rows beyond the real vocabulary")
+
+
+def qk_norm_acts(engine: MegatronEngine) -> Reading:
+    """Whether the live q/k norms change a vector that is not normalised, in every layer."""
+    weight = engine.gpt.decoder.layers[0].self_attention.linear_qkv.weight
+    x_SBHD = torch.full((1, 1, 1, engine.model.head_dim), 3.0, dtype=weight.dtype, device=engine.device)
+    norms = [n for layer in engine.gpt.decoder.layers for n in (layer.self_attention.q_layernorm, layer.self_attention.k_layernorm)]
+    with torch.no_grad():
+        acts = {not torch.equal(norm(x_SBHD), x_SBHD) for norm in norms}
+    source = "trial: a constant vector through every q_layernorm and k_layernorm"
+    return read(acts.pop(), source) if len(acts) == 1 else unknown(f"{source}: some act and some do not")

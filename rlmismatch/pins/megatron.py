@@ -1,0 +1,379 @@
+"""The pins of Megatron-core (local spec): each names one operation of a live GPTModel and the kernel that stands in for it.
+
+Shapes, per rank: S sequence (padded to a multiple of TP under sequence parallelism; s = S / TP), B = 1 batch, T the real tokens,
+H hidden, Hq / Hkv heads, D head dim, I ffn, V vocabulary. Megatron's layout is sequence first: ``hidden_sBH``, ``query_SBHqD``.
+Weights come from the live modules; eps, rotary frequencies, softmax scale and temperature are what the checkpoint and the run ask
+for, so that a pin heals a wrong constant of the operation it replaces.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlmismatch.kernels import attention, gemm, norm, reduce, rope, swiglu
+from rlmismatch.kernels.attention import reference as attention_fp64
+from rlmismatch.kernels.gemm import reference as gemm_fp64
+from rlmismatch.kernels.norm import reference as norm_fp64
+from rlmismatch.kernels.reduce import reference as reduce_fp64
+from rlmismatch.kernels.rope import reference as rope_fp64
+from rlmismatch.kernels.swiglu import reference as swiglu_fp64
+from rlmismatch.pins.collectives import TpGroup
+from rlmismatch.pins.hooks import OpSwitch, Patch, Split
+from rlmismatch.pins.megatron_logprob import Impl, LossSettings, VocabShard, exact_logprob, merged_logprob, native_loss
+
+Native = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerShape:
+    """What a hook must know of the run and of the model to read this rank's tensors in global coordinates."""
+
+    impl: Impl
+    sp: bool
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    inv_freq: torch.Tensor  # float32 [D / 2], on the device
+    temperature: float
+
+    @property
+    def softmax_scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+    def qkv_columns(self, tp: TpGroup) -> dict[str, torch.Tensor]:
+        """q, k, v -> which columns of this rank's fused QKV output are its own; over the ranks they ascend by global head."""
+        per_group = self.num_heads // self.num_kv_heads + 2
+        width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim // tp.size
+        slot = (torch.arange(width, device=self.inv_freq.device) + tp.rank * width) // self.head_dim % per_group
+        masks = {"q": slot < per_group - 2, "k": slot == per_group - 2, "v": slot == per_group - 1}
+        return {name: mask.nonzero().squeeze(1) for name, mask in masks.items()}
+
+
+class TrainerOps:
+    """All hooks of one live GPTModel. `begin` must be called before every forward."""
+
+    def __init__(self, gpt: Any, shape: TrainerShape, shard: VocabShard) -> None:
+        self.gpt = gpt
+        self.shape = shape
+        self.shard = shard
+        self.tp = shard.tp
+        self._tokens = 0
+        self._rope_calls = 0
+        self._gate_up_SBI2: dict[int, torch.Tensor] = {}
+        self._row_split: Split = "rows" if shape.sp else "whole"
+        self._qkv_columns = shape.qkv_columns(self.tp)
+        # With more ranks than kv heads several ranks hold one head; the first of them speaks for it.
+        self._owns_kv = self.tp.size <= shape.num_kv_heads or self.tp.rank % (self.tp.size // shape.num_kv_heads) == 0
+
+    def begin(self, tokens: int) -> None:
+        """One sequence of `tokens` real tokens is about to run."""
+        self._tokens = tokens
+        self._rope_calls = 0
+        self._gate_up_SBI2.clear()
+
+    def patches(self, switch: OpSwitch, settings: LossSettings) -> tuple[Patch, ...]:
+        """The hooks that `switch` needs, and the loss's wherever `settings` differ from Megatron's own behaviour."""
+        out: list[Patch] = []
+        for i, layer in enumerate(self.gpt.decoder.layers):
+            here, attn = f"layers.{i}", layer.self_attention
+            out += [
+                self._norm(switch, layer.input_layernorm, f"{here}.input_norm"),
+                self._column(switch, attn.linear_qkv, f"{here}.qkv", functools.partial(self._qkv_parts, here)),
+                self._attention(switch, attn.core_attention, f"{here}.attention"),
+                self._row(switch, attn.linear_proj, f"{here}.o_proj", i, activation=False),
+                self._norm(switch, layer.pre_mlp_layernorm, f"{here}.post_attention_norm"),
+                self._column(switch, layer.mlp.linear_fc1, f"{here}.gate_up", functools.partial(self._gate_up_parts, here), feeds=i),
+                self._row(switch, layer.mlp.linear_fc2, f"{here}.down_proj", i, activation=True),
+            ]
+            if self.gpt.config.qk_layernorm:
+                out += [
+                    self._qk_norm(switch, attn.q_layernorm, f"{here}.q_norm", owns=True),
+                    self._qk_norm(switch, attn.k_layernorm, f"{here}.k_norm", owns=self._owns_kv),
+                ]
+        out += [
+            self._rope(switch),
+            self._norm(switch, self.gpt.decoder.final_layernorm, "final_norm"),
+            self._column(switch, self.gpt.output_layer, "lm_head", self._head_parts, pin="head_gemm"),
+        ]
+        loss = self._logprob(switch, settings)
+        return switch.hooks(out) + (switch.hooks([loss]) if settings == LossSettings() else (loss,))
+
+    def _rows(self, x_sBN: torch.Tensor) -> torch.Tensor:
+        """[rows, N] of the residual stream: this rank's slice of the sequence under SP, all of it otherwise, without the padding."""
+        start = x_sBN.shape[0] * self.tp.rank if self.shape.sp else 0
+        return x_sBN[: max(0, self._tokens - start), 0]
+
+    def _heads(self, x_SBHD: torch.Tensor, owns: bool = True) -> torch.Tensor:
+        x_THD = x_SBHD[: self._tokens, 0]
+        return x_THD if owns else x_THD[:, :0]
+
+    def _qkv_parts(self, here: str, y_SBN: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        rows_TN = y_SBN[: self._tokens, 0]
+        return {f"{here}.{name}_proj": rows_TN[:, columns] for name, columns in self._qkv_columns.items()}
+
+    def _gate_up_parts(self, here: str, y_SBN: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        gate_TI, up_TI = y_SBN[: self._tokens, 0].chunk(2, dim=-1)
+        return {f"{here}.gate_proj": gate_TI, f"{here}.up_proj": up_TI}
+
+    def _head_parts(self, y_SBV: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {"lm_head": y_SBV[: self._tokens, 0, : self.shard.real_width]}
+
+    def _own_slice(self, x_SBH: torch.Tensor) -> torch.Tensor:
+        return x_SBH.chunk(self.tp.size)[self.tp.rank].contiguous() if self.shape.sp else x_SBH
+
+    def _norm(self, switch: OpSwitch, module: Any, name: str) -> Patch:
+        def make(native: Native) -> Native:
+            def forward(x_sBH: torch.Tensor) -> torch.Tensor:
+                return switch.run(
+                    "norm",
+                    native=lambda: native(x_sBH),
+                    pinned=lambda: norm.rms_norm(x_sBH, module.weight, self.shape.eps, impl=self.shape.impl),
+                    exact=lambda: norm_fp64.rms_norm(x_sBH, module.weight, self.shape.eps, out_dtype=torch.float64),
+                    parts=lambda y: {name: self._rows(y)},
+                    split=self._row_split,
+                )
+
+            return forward
+
+        return Patch(target=module, name="forward", make=make, pins=("norm",), label=name)
+
+    def _qk_norm(self, switch: OpSwitch, module: Any, name: str, *, owns: bool) -> Patch:
+        def make(native: Native) -> Native:
+            def forward(x_SBHD: torch.Tensor) -> torch.Tensor:
+                x = x_SBHD.contiguous()
+                return switch.run(
+                    "qk_norm",
+                    native=lambda: native(x_SBHD),
+                    pinned=lambda: norm.rms_norm(x, module.weight, self.shape.eps, impl=self.shape.impl),
+                    exact=lambda: norm_fp64.rms_norm(x, module.weight, self.shape.eps, out_dtype=torch.float64),
+                    parts=lambda y: {name: self._heads(y, owns)},
+                    split="columns",
+                )
+
+            return forward
+
+        return Patch(target=module, name="forward", make=make, pins=("qk_norm",), label=name)
+
+    def _column(
+        self,
+        switch: OpSwitch,
+        module: Any,
+        name: str,
+        parts: Callable[[torch.Tensor], Mapping[str, torch.Tensor]],
+        *,
+        pin: str = "gemm",
+        feeds: int | None = None,
+    ) -> Patch:
+        """A column-parallel GEMM. Under SP Megatron gathers the sequence inside the hooked call, so the pin gathers too.
+
+        feeds: the layer whose activation reads this output; it is remembered for the activation's pin.
+        """
+
+        def make(native: Native) -> Native:
+            def forward_impl(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **rest: Any) -> torch.Tensor:
+                @functools.cache
+                def whole_input() -> torch.Tensor:
+                    return torch.cat(self.tp.gathered(input)) if rest["sequence_parallel"] else input
+
+                y_SBN = switch.run(
+                    pin,
+                    native=lambda: native(input=input, weight=weight, bias=bias, **rest),
+                    pinned=lambda: _linear(gemm.linear, whole_input(), weight, bias, impl=self.shape.impl),
+                    exact=lambda: _linear(gemm_fp64.linear, whole_input(), weight, bias, out_dtype=torch.float64),
+                    parts=parts,
+                    split="columns",
+                )
+                if feeds is not None:
+                    self._gate_up_SBI2[feeds] = y_SBN
+                return y_SBN
+
+            return forward_impl
+
+        pins = (pin,) if feeds is None else (pin, "activation")
+        return Patch(target=module, name="_forward_impl", make=make, pins=pins, label=name)
+
+    def _row(self, switch: OpSwitch, module: Any, name: str, layer: int, *, activation: bool) -> Patch:
+        """A row-parallel GEMM and the sum behind it: one hook, because the unrounded partials must live to be summed.
+
+        activation: the input is the SwiGLU output, which Megatron computes in a closure that nothing can hook; it is replaced
+        here, where it arrives.
+        """
+
+        def make(native: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(input_: torch.Tensor) -> tuple[torch.Tensor, None]:
+                x_SBK = self._activation(switch, input_, layer) if activation else input_
+                return self._row_forward(switch, module, name, native, x_SBK), None
+
+            return forward
+
+        pins = ("gemm", "forward_reduce", "activation") if activation else ("gemm", "forward_reduce")
+        return Patch(target=module, name="forward", make=make, pins=pins, label=name)
+
+    def _activation(self, switch: OpSwitch, native_SBI: torch.Tensor, layer: int) -> torch.Tensor:
+        def gate_up() -> torch.Tensor:
+            return self._gate_up_SBI2[layer]
+
+        return switch.run(
+            "activation",
+            native=lambda: native_SBI,
+            pinned=lambda: swiglu.swiglu_packed(gate_up(), impl=self.shape.impl),
+            exact=lambda: swiglu_fp64.swiglu(*gate_up().chunk(2, dim=-1), out_dtype=torch.float64),
+            parts=lambda y: {f"layers.{layer}.activation": y[: self._tokens, 0]},
+            split="columns",
+        )
+
+    def _row_forward(self, switch: OpSwitch, module: Any, name: str, native: Callable[..., Any], x_SBK: torch.Tensor) -> torch.Tensor:
+        weight, dtype, impl = module.weight, x_SBK.dtype, self.shape.impl
+        k_total = weight.shape[1] * self.tp.size
+
+        def pinned_partial() -> torch.Tensor:
+            return _linear(gemm.row_partial, x_SBK, weight, k_total=k_total, impl=impl)
+
+        def fold(partial_SBH: torch.Tensor) -> torch.Tensor:
+            return self._own_slice(reduce.fold(self.tp.gathered(partial_SBH), impl=impl, out_dtype=dtype))
+
+        def exact_sum(partial_SBH: torch.Tensor) -> torch.Tensor:
+            return self._own_slice(reduce_fp64.fold(self.tp.gathered(partial_SBH), out_dtype=torch.float64))
+
+        def pinned_gemm_native_sum() -> torch.Tensor:
+            return self._native_sum(reduce.fold([pinned_partial()], impl=impl, out_dtype=dtype))
+
+        choices: dict[tuple[bool, bool], Callable[[], torch.Tensor]] = {
+            (False, False): lambda: native(x_SBK)[0],
+            (True, False): pinned_gemm_native_sum,
+            (False, True): lambda: fold(native_row_partial(module, x_SBK)),
+            (True, True): lambda: fold(pinned_partial()),
+        }
+        if switch.probe == "local" and self.tp.size > 1:
+            # The sum apart from the GEMM: both sums see the same native partials.
+            partial = native_row_partial(module, x_SBK)
+            switch.recorder.observe(
+                name,
+                "forward_reduce",
+                native=self._rows(self._native_sum(partial.clone())),
+                pinned=self._rows(fold(partial)),
+                fp64=self._rows(exact_sum(partial)),
+                split=self._row_split,
+            )
+        return switch.run(
+            "gemm",
+            native=choices[False, False],
+            pinned=choices[True, True],
+            exact=lambda: exact_sum(_linear(gemm.row_partial, x_SBK, weight, k_total=k_total, impl="reference")),
+            parts=lambda y: {name: self._rows(y)},
+            split=self._row_split,
+            chosen=choices["gemm" in switch.active, "forward_reduce" in switch.active],
+            also=("forward_reduce",),
+        )
+
+    def _native_sum(self, partial_SBH: torch.Tensor) -> torch.Tensor:
+        """Megatron's own collective. It may work in place, and on a strided tensor it returns its input unreduced."""
+        from megatron.core.tensor_parallel import mappings
+
+        collective = (
+            mappings.reduce_scatter_to_sequence_parallel_region if self.shape.sp else mappings.reduce_from_tensor_model_parallel_region
+        )
+        summed: torch.Tensor = collective(partial_SBH.contiguous(), group=self.tp.group)
+        return summed
+
+    def _rope(self, switch: OpSwitch) -> Patch:
+        """Megatron rotates Q, then K, of one layer after the other through one module global: the call number says which."""
+        from megatron.core.transformer import attention as megatron_attention
+
+        def make(native: Native) -> Native:
+            def apply(t: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+                layer, is_k = divmod(self._rope_calls, 2)
+                self._rope_calls += 1
+                x_THD = t[:, 0]
+                positions_T = torch.arange(t.shape[0], device=t.device)
+                name, owns = (f"layers.{layer}.k_rope", self._owns_kv) if is_k else (f"layers.{layer}.q_rope", True)
+
+                def pinned() -> torch.Tensor:
+                    rotated = rope.rotary(x_THD, x_THD[:, :0], positions_T, self.shape.inv_freq, impl=self.shape.impl)
+                    return rotated.q_THD[:, None]
+
+                def exact() -> torch.Tensor:
+                    return rope_fp64.rotary(x_THD, positions_T, self.shape.inv_freq, out_dtype=torch.float64)[:, None]
+
+                return switch.run(
+                    "rope",
+                    native=lambda: native(t, freqs, *args, **kwargs),
+                    pinned=pinned,
+                    exact=exact,
+                    parts=lambda y: {name: self._heads(y, owns)},
+                    split="columns",
+                )
+
+            return apply
+
+        return Patch(target=megatron_attention, name="apply_rotary_pos_emb", make=make, pins=("rope",), label="rope")
+
+    def _attention(self, switch: OpSwitch, module: Any, name: str) -> Patch:
+        def make(native: Native) -> Native:
+            def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+                q_THD, k_THD, v_THD = query[:, 0], key[:, 0], value[:, 0]
+                bounds, scale = [0, query.shape[0]], self.shape.softmax_scale
+
+                def packed(out_THD: torch.Tensor) -> torch.Tensor:
+                    return out_THD.flatten(1)[:, None]
+
+                return switch.run(
+                    "attention",
+                    native=lambda: native(query, key, value, *args, **kwargs),
+                    pinned=lambda: packed(attention.causal(q_THD, k_THD, v_THD, bounds, scale=scale, impl=self.shape.impl).out_THD),
+                    exact=lambda: packed(attention_fp64.causal(q_THD, k_THD, v_THD, bounds, scale=scale, out_dtype=torch.float64)[0]),
+                    parts=lambda y: {name: self._heads(y.view(*y.shape[:2], -1, self.shape.head_dim))},
+                    split="columns",
+                )
+
+            return forward
+
+        return Patch(target=module, name="forward", make=make, pins=("attention",), label=name)
+
+    def _logprob(self, switch: OpSwitch, settings: LossSettings) -> Patch:
+        """The loss. `settings` are the native loss's; the pin never counts padded vocabulary rows, whatever they say."""
+
+        def make(native: Native) -> Native:
+            def loss(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+                shape, shard = self.shape, self.shard
+                operands = (logits[:, 0], labels[0])
+                return switch.run(
+                    "logprob",
+                    native=lambda: native_loss(native, labels, logits, settings=settings, shard=shard, impl=shape.impl),
+                    pinned=lambda: (
+                        -merged_logprob(*operands, shard.vocab_size, temperature=shape.temperature, shard=shard, impl=shape.impl)[None]
+                    ),
+                    exact=lambda: -exact_logprob(*operands, temperature=shape.temperature, shard=shard)[None],
+                    parts=lambda y: {"logprob": -y[0, : self._tokens - 1]},
+                    split="whole",
+                )
+
+            return loss
+
+        return Patch(target=self.gpt, name="compute_language_model_loss", make=make, pins=("logprob",), label="logprob")
+
+
+def native_row_partial(module: Any, x_SBK: torch.Tensor) -> torch.Tensor:
+    """This rank's product of a row-parallel layer by Megatron's own GEMM, before any sum over ranks: [S, B, H] in x's dtype."""
+    partial: torch.Tensor = module._forward_impl(
+        input=x_SBK,
+        weight=module.weight,
+        bias=None,
+        gradient_accumulation_fusion=module.gradient_accumulation_fusion,
+        allreduce_dgrad=False,
+        sequence_parallel=False,
+        tp_group=None,
+        grad_output_buffer=None,
+    )
+    return partial
+
+
+def _linear(op: Callable[..., torch.Tensor], x_SBK: torch.Tensor, weight_NK: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A kernel that wants rows, on a sequence-first tensor whose batch is 1."""
+    return op(x_SBK[:, 0], weight_NK, *args, **kwargs)[:, None]
