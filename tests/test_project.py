@@ -172,6 +172,12 @@ def test_ci_runs_the_command_that_the_readme_gives() -> None:
     assert "`make check`" in README
 
 
+def test_contributing_shows_where_every_module_stands() -> None:
+    tree = (ROOT / "CONTRIBUTING.md").read_text().split("```")[1]
+    modules = {path.name.removesuffix(".py") for path in PACKAGE.iterdir() if not path.name.startswith("__")}
+    assert {name for name in modules if not re.search(rf"\b{name}\b", tree)} == set()
+
+
 @pytest.mark.parametrize("document", [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path) -> None:
     targets = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", document.read_text())
