@@ -13,6 +13,7 @@ import pytest
 
 from rlmismatch import attribution
 from rlmismatch.attribution import ArmDrift, Attribution, search, shapley
+from rlmismatch.attribution.model import within
 from rlmismatch.errors import InconclusiveError
 from rlmismatch.pins.spec import PINS
 
@@ -112,6 +113,11 @@ class TestArmDrift:
         assert summary.signed_mean == pytest.approx(0.0625)
         assert summary.mean_squared == pytest.approx(0.078125)
         assert summary.max_abs == 0.5
+
+    def test_the_smallest_difference_is_not_bit_equal(self) -> None:
+        summary = ArmDrift.of([[5e-324, 0.0]]).summary()
+        assert summary.mean_abs == 0.0, "it underflows"
+        assert not within(summary, 0.0)
 
     @pytest.mark.parametrize("deltas", [[[0.1, math.nan]], [[math.inf]]])
     def test_nan_and_infinity_never_enter(self, deltas: list[list[float]]) -> None:
@@ -422,6 +428,25 @@ class TestRandomSystems:
         assert result.proved
         assert total_share(result) == pytest.approx(1.0)
         assert not set(result.zero_set) & set(result.fix_set)
+
+
+class TestBound:
+    @pytest.mark.parametrize("seed", range(6))
+    def test_it_holds_where_the_search_is_long(self, seed: int) -> None:
+        """Fourteen pins and clauses of four, so that every pin is covered when it is released last; `run` checks the bound every round."""
+        rng = np.random.default_rng(seed)
+        players = tuple(f"p{i}" for i in range(14))
+        clauses = [frozenset(rng.choice(players, size=4, replace=False)) for _ in range(5)]
+
+        def model(pinned: Pins) -> np.ndarray:
+            broken = tuple(i for i, c in enumerate(clauses) if not c & pinned)
+            return draw(broken, scale=1e-2) if broken else np.zeros(TOKENS)
+
+        result, bounds = run(model, players)
+        assert result.widened
+        assert result.proved
+        assert bounds[0] < 2**14
+        assert len(bounds) < 15
 
 
 class TestShapley:

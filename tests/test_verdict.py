@@ -212,9 +212,10 @@ class TestShutDoors:
 
     def test_an_invalid_drift_never_passes_even_within_its_limits(self) -> None:
         bad = Drift(tokens=3, sequences=1, invalid=(Invalid(kind="not_finite", text="a log-prob is nan", sequence="a"),))
-        result = given(drift=bad)
-        assert ends(result) == ("INCONCLUSIVE", 5)
-        assert result.reasons[0].text == "a log-prob is nan"
+        for lines in ((LINE,), (), (dataclasses.replace(LINE, value=None, status="not measured", why="the drift is invalid"),)):
+            result = given(drift=bad, budget=lines)
+            assert ends(result) == ("INCONCLUSIVE", 5)
+            assert [r.text for r in result.reasons] == ["a log-prob is nan"]
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, None])
     def test_a_value_that_is_no_number_is_within_no_limit(self, value: float | None) -> None:

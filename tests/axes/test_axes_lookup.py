@@ -137,6 +137,7 @@ def test_sequence_parallelism_of_one_side_is_waived_only_where_the_other_has_non
     assert axes.implied_waivers((), on, none) == {key}
     assert axes.implied_waivers((), on, off) == frozenset()
     assert axes.implied_waivers((), on, {}) == frozenset(), "unknown is not absent"
+    assert axes.implied_waivers((), {}, none) == frozenset(), "nor can an unknown value be waived unseen"
 
 
 def test_built_axes_are_what_is_compared() -> None:
