@@ -48,20 +48,21 @@ class AlignedScores:
         return int(self.delta_N.size)
 
 
-def align(a: Scores, b: Scores, sequences: Iterable[Sequence]) -> AlignedScores:
+def align(a: Scores, b: Scores, sequences: Iterable[Sequence], *, names: tuple[str, str] = ("a", "b")) -> AlignedScores:
     """Pair the log-probs of `a` and `b` for every response token of `sequences`.
 
     a, b: sequence id -> float64 [R], nats. Every sequence must be in both with exactly R finite values, no other id may be in
     either, and at least one token must be active: each breach is an `Invalid` in the result, and then no token is returned.
+    names: what the reasons call `a` and `b`.
     """
     seqs = tuple(sequences)
-    invalid = [*_id_reasons(a, "a", seqs), *_id_reasons(b, "b", seqs)]
+    invalid = [*_id_reasons(a, names[0], seqs), *_id_reasons(b, names[1], seqs)]
     rows: list[tuple[FloatN, FloatN]] = []
     for s in seqs:
         if s.id not in a or s.id not in b:
             continue
         pair = (np.asarray(a[s.id], dtype=np.float64), np.asarray(b[s.id], dtype=np.float64))
-        invalid += [reason for name, row in zip("ab", pair, strict=True) for reason in _row_reasons(name, row, s)]
+        invalid += [reason for name, row in zip(names, pair, strict=True) for reason in _row_reasons(name, row, s)]
         rows.append(pair)
     if not any(s.response_ids for s in seqs):
         invalid.append(Invalid(kind="no_active_tokens", text=f"no active token in {len(seqs)} sequences: nothing was compared"))

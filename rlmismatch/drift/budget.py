@@ -51,25 +51,18 @@ class Budget:
                 raise ValueError(f"budget {name} must be a finite number of at least 0, got {value}")
 
     @classmethod
-    def parse(cls, text: str) -> Budget:
-        """A budget from ``"mean_abs=0.01,max=0.2"`` or the path of a YAML file with the same keys, over the defaults.
+    def parse(cls, *texts: str) -> Budget:
+        """A budget over the defaults; each text is ``"mean_abs=0.01,max=0.2"`` or a YAML file of the same keys, a later one wins.
 
         Raises UsageError: ``budget-unknown-key`` (with the nearest known one), ``budget-malformed``, ``file-unreadable``.
         """
-        if text.endswith((".yaml", ".yml")):
-            return cls.from_mapping(_read_yaml(Path(text)), where=text)
-        pairs: dict[str, Any] = {}
-        for part in filter(None, (p.strip() for p in text.split(","))):
-            name, equals, value = (x.strip() for x in part.partition("="))
-            if not equals or name in pairs:
-                what = f"{name!r} stands twice" if equals else f"{part!r} is not of the form name=number"
-                raise UsageError("budget-malformed", what, where="--budget", hint=_FORM)
-            pairs[name] = value
-        if not pairs:
-            raise UsageError(
-                "budget-malformed", "the budget is empty", where="--budget", hint="--budget mean_abs=0.01,max=0.2, or a YAML file"
-            )
-        return cls.from_mapping(pairs, where="--budget")
+        limits: dict[str, Any] = {}
+        for text in texts:
+            is_file = text.endswith((".yaml", ".yml"))
+            given = _read_yaml(Path(text)) if is_file else _read_pairs(text)
+            cls.from_mapping(given, where=text if is_file else "--budget")
+            limits |= given
+        return cls.from_mapping(limits)
 
     @classmethod
     def from_mapping(cls, limits: Mapping[str, Any], *, where: str = "") -> Budget:
@@ -141,7 +134,20 @@ def _line(limit: str, allowed: float, value: float | None, *, why: str = "", req
     )
 
 
-def _read_yaml(path: Path) -> Mapping[str, Any]:
+def _read_pairs(text: str) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, equals, value = (x.strip() for x in part.partition("="))
+        if not equals or name in pairs:
+            what = f"{name!r} stands twice" if equals else f"{part!r} is not of the form name=number"
+            raise UsageError("budget-malformed", what, where="--budget", hint=_FORM)
+        pairs[name] = value
+    if not pairs:
+        raise UsageError("budget-malformed", "the budget is empty", where="--budget", hint=_FORM)
+    return pairs
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

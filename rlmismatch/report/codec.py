@@ -43,11 +43,20 @@ def decode(kind: type[T], data: Any, *, where: str = "report") -> T:
     return typing.cast(T, _decode(kind, data, where))
 
 
-def keys(kind: type[Any]) -> dict[str, str]:
-    """Every key path of the JSON of `kind` -> the name of its type: ``{"ratios[].drift.mean_abs": "float | None", ...}``."""
-    out: dict[str, str] = {}
-    _walk(kind, "", out)
-    return out
+def schema(kind: type[Any]) -> dict[str, dict[str, str]]:
+    """Every object in the JSON of `kind`, itself first: class name -> key -> type in words, ``{"Report": {"axes": "list of AxisRow"..``."""
+    found: dict[str, dict[str, str]] = {}
+    waiting: list[Any] = [kind]
+    while waiting:
+        current = waiting.pop(0)
+        if dataclasses.is_dataclass(current) and isinstance(current, type):
+            if current.__name__ not in found:
+                hints = typing.get_type_hints(current)
+                found[current.__name__] = {f.name: _type_name(hints[f.name]) for f in dataclasses.fields(current)}
+                waiting += hints.values()
+        else:
+            waiting += [k for k in get_args(current) if k is not type(None) and get_origin(current) is not Literal]
+    return found
 
 
 def _decode(kind: Any, data: Any, where: str) -> Any:
@@ -93,21 +102,6 @@ def _require(fits: bool, data: Any, where: str, expected: str) -> Any:
     if not fits:
         raise DecodeError(f"{where}: expected {expected}, got {data!r}")
     return data
-
-
-def _walk(kind: Any, path: str, out: dict[str, str]) -> None:
-    origin = get_origin(kind)
-    if origin in (Union, types.UnionType):
-        _walk(next(k for k in get_args(kind) if k is not type(None)), path, out)
-    elif origin is tuple:
-        _walk(get_args(kind)[0], f"{path}[]", out)
-    elif origin is not None and origin is not Literal and issubclass(origin, Mapping):
-        _walk(get_args(kind)[1], f"{path}.*", out)
-    elif dataclasses.is_dataclass(kind):
-        for name, hint in typing.get_type_hints(kind).items():
-            below = f"{path}.{name}" if path else name
-            out[below] = _type_name(hint)
-            _walk(hint, below, out)
 
 
 def _type_name(kind: Any) -> str:

@@ -89,8 +89,9 @@ class Gate:
 
     name: str
     equal: bool | None
-    compared: int = 0  # tensors, sequences or settings compared; a gate that compared nothing did not hold
-    differing: tuple[str, ...] = ()  # tensors, sequence ids or settings that differ
+    compared: int = 0  # how many were compared; a gate that compared nothing did not hold
+    unit: str = "tensor"  # of what, in the singular: tensor | sequence | setting
+    differing: tuple[str, ...] = ()  # the names of those that differ
     note: str = ""
 
     @property

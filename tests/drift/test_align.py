@@ -66,6 +66,11 @@ def test_a_breach_is_a_reason_and_leaves_no_token(kind, words, a, b):
     assert drift.token_mult_prob_error is None
 
 
+def test_reasons_use_the_names_they_are_given():
+    aligned = align({"p": A["p"]}, B, SEQUENCES, names=("trainer", "prefill"))
+    assert aligned.invalid[0].text == "sequence 'q' is not scored by trainer"
+
+
 def test_every_breach_is_reported_not_the_first():
     aligned = align({"p": A["p"][:1]}, {**B, "q": torch.full((3,), math.nan)}, SEQUENCES)
     assert [reason.kind for reason in aligned.invalid] == ["id_mismatch", "shape_mismatch"]

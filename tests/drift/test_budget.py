@@ -103,6 +103,11 @@ def test_a_yaml_file_says_the_same(tmp_path):
     path = tmp_path / "budget.yaml"
     path.write_text("mean_abs: 0.01\nmax: 1\n")
     assert Budget.parse(str(path)) == Budget.parse("mean_abs=0.01,max=1")
+    assert Budget.parse(str(path), "max=0.2") == Budget.parse("mean_abs=0.01", "max=0.2")
+
+
+def test_no_text_is_the_default_budget():
+    assert Budget.parse() == Budget()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,176 @@
+"""The sections of a page that say which axis moved the number: attribution, closure, first divergence, the axes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Final
+
+from rlmismatch.report.blocks import Block, Cell, Column, Item, Items, Lines, Pairs, Section, Style, Table, cell
+from rlmismatch.report.cells import NATS, nats, numeric, unequal
+from rlmismatch.report.model import AttributionInfo, AxisRow, Player, Report
+from rlmismatch.report.numbers import NOT_MEASURED, number, percent, plural
+
+ALONE_LAST: Final = "alone: drift left when only this is pinned; last: drift that comes back when only this is released"
+# How the groups of axes without numbers are headed, in order.
+GROUPS: Final = ("differs", "unknown", "equal", "contract only", "structural zero", "not run", "not built")
+
+
+def attribution(a: AttributionInfo, verbose: bool) -> Section:
+    pairs: list[tuple[str, Cell]] = [
+        ("native drift", cell(f"{number(a.native_mean_abs)} nats mean abs over {plural(a.native_tokens, 'token')}")),
+        ("bias", cell(f"{number(a.signed_mean, signed=True)} nats, split off before the shares")),
+    ]
+    if a.fix_set:
+        proof = "proved by its own run" if a.proved else "NOT PROVED"
+        pairs.append(("fix set", Cell(text=f"{', '.join(a.fix_set)}   ({proof})", style="strong" if a.proved else "warn")))
+    if a.zero_set:
+        pairs.append(("zero set", cell(f"{', '.join(a.zero_set)}   (bring back exactly nothing)")))
+    pairs += [("not played", cell(f"{p.pin}: {p.why}")) for p in a.players if p.role == "other" and p.alone is None and p.last is None]
+    pairs.append(("remainder", Cell(text=_remainder(a), style="good" if a.remainder_mean_abs == 0 else "warn")))
+    blocks: list[Block] = [Pairs(pairs=tuple(pairs))]
+    shown = [p for p in a.players if verbose or p.role == "fix set"]
+    if shown:
+        blocks += [_players(shown), Lines(lines=(cell(ALONE_LAST, "dim"),))]
+    if a.proof:
+        blocks.append(_proof(a))
+    if a.note:
+        blocks.append(Lines(lines=(cell(a.note),)))
+    note = f"{a.ratio}, {plural(a.arms, 'arm')}" + (f", shares {a.shares_method}" if a.shares_method else "")
+    return Section(title="Attribution", blocks=tuple(blocks), note=note)
+
+
+def _remainder(a: AttributionInfo) -> str:
+    if a.remainder_mean_abs is None:
+        return NOT_MEASURED
+    return (
+        "0: with every axis pinned the engines agree to the bit"
+        if a.remainder_mean_abs == 0
+        else f"{number(a.remainder_mean_abs)} nats with every axis pinned"
+    )
+
+
+def _players(players: list[Player]) -> Table:
+    columns = (
+        Column(header="pin"),
+        Column(header="axis", flexible=True),
+        Column(header="share", unit="of mean d²"),
+        numeric("alone", NATS),
+        numeric("last", NATS),
+        Column(header="role"),
+    )
+    styles: dict[str, Style] = {"fix set": "strong", "zero set": "dim"}
+    rows = tuple(
+        (Cell(text=p.pin, style=styles.get(p.role, "")), cell(p.axis), _share(p), nats(p.alone), nats(p.last), cell(p.role, "dim"))
+        for p in sorted(players, key=lambda p: (p.role != "fix set", -(p.share or 0.0), p.role != "zero set"))
+    )
+    return Table(columns=columns, rows=rows)
+
+
+def _share(p: Player) -> Cell:
+    if p.share is None:
+        return cell(NOT_MEASURED, "dim")
+    spread = ""
+    if p.share_interval is not None:
+        spread = f" ({100 * p.share_interval.low:.0f}–{100 * p.share_interval.high:.0f})"
+    elif p.share_error is not None:
+        spread = f" ± {100 * p.share_error:.1f}"
+    return Cell(text=f"{percent(p.share):>6}{spread}", bar=min(1.0, max(0.0, p.share)))
+
+
+def _proof(a: AttributionInfo) -> Table:
+    columns = (Column(header="pinned on both sides"), numeric("unequal", "tokens"), numeric("mean abs", NATS), numeric("max", NATS))
+    rows = tuple(
+        (
+            Cell(text=f"fix set without {p.dropped}" if p.dropped else "fix set", style="" if p.dropped else "strong"),
+            unequal(p.unequal, p.tokens),
+            nats(p.mean_abs),
+            nats(p.max),
+        )
+        for p in a.proof
+    )
+    return Table(columns=columns, rows=rows)
+
+
+def closure(report: Report) -> Section | None:
+    if not report.closure:
+        return None
+    columns = (Column(header="pair", flexible=True), numeric("unequal", "tokens"), numeric("mean abs", NATS), numeric("max", NATS))
+    ran = tuple(
+        (cell(c.name), unequal(c.unequal, c.tokens), nats(c.mean_abs), nats(c.max)) for c in report.closure if c.unequal is not None
+    )
+    skipped = tuple(Item(mark="dim", head=c.name, tail=c.why) for c in report.closure if c.unequal is None)
+    blocks: list[Block] = [Table(columns=columns, rows=ran)] if ran else []
+    if skipped:
+        blocks.append(Items(items=skipped))
+    closed = sum(c.ok for c in report.closure)
+    return Section(title="Closure", note=f"every axis pinned; {closed} of {len(report.closure)} bit-equal", blocks=tuple(blocks))
+
+
+def divergence(report: Report, verbose: bool) -> Section | None:
+    if not report.first_divergence:
+        return None
+    columns = (
+        Column(header="op boundary"),
+        Column(header="pin"),
+        numeric("unequal", "elements"),
+        numeric("max", "between"),
+        numeric("trainer", "to float64"),
+        numeric("rollout", "to float64"),
+    )
+    first = next((i for i, r in enumerate(report.first_divergence) if r.first), None)
+    shown = report.first_divergence if verbose or first is None else report.first_divergence[max(0, first - 1) : first + 5]
+    rows = tuple(
+        (
+            Cell(text=r.boundary + ("  ← first" if r.first else ""), style="bad" if r.first else ""),
+            cell(r.pin),
+            unequal(r.unequal, r.count),
+            nats(r.max_abs),
+            nats(r.trainer_error),
+            nats(r.rollout_error),
+        )
+        for r in shown
+    )
+    note = "native ops on equal inputs, in the op's own unit"
+    if first is None:
+        note += "; no boundary diverges"
+    return Section(title="First divergence", note=note, blocks=(Table(columns=columns, rows=rows),))
+
+
+def axes(report: Report) -> Section | None:
+    if not report.axes:
+        return None
+    measured = [a for a in report.axes if (a.local, a.alone, a.last) != (None, None, None)]
+    blocks: list[Block] = []
+    if measured:
+        columns = (
+            Column(header="axis"),
+            Column(header="contract"),
+            numeric("local", "op unit"),
+            numeric("alone", NATS),
+            numeric("last", NATS),
+            Column(header="speaks of"),
+            Column(header="", flexible=True),
+        )
+        rows = tuple(
+            (cell(a.axis), _contract_word(a), nats(a.local), nats(a.alone), nats(a.last), cell(a.ratio), cell(a.why, "dim"))
+            for a in measured
+        )
+        blocks += [Table(columns=columns, rows=rows), Lines(lines=(cell(ALONE_LAST, "dim"),))]
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for a in report.axes:
+        if a not in measured:
+            groups[a.status, a.why].append(a.axis)
+    ordered = sorted(groups, key=lambda key: GROUPS.index(key[0]) if key[0] in GROUPS else -1)
+    if ordered:
+        blocks.append(Pairs(pairs=tuple((status, _group(status, why, groups[status, why])) for status, why in ordered)))
+    return Section(title="Axes", note=f"{len(measured)} of {len(report.axes)} have numbers in this run", blocks=tuple(blocks))
+
+
+def _group(status: str, why: str, names: list[str]) -> Cell:
+    styles: dict[str, Style] = {"differs": "bad", "unknown": "bad", "equal": ""}
+    return Cell(text=", ".join(names) + (f" ({why})" if why else ""), style=styles.get(status, "dim"))
+
+
+def _contract_word(a: AxisRow) -> Cell:
+    styles: dict[str, Style] = {"equal": "good", "differs": "bad", "unknown": "bad", "waived": "warn"}
+    return Cell(text=a.contract or NOT_MEASURED, style=styles.get(a.contract, "dim"))

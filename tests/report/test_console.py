@@ -1,0 +1,93 @@
+"""Colour only where it is wanted, and never another text for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+import sys
+
+import pytest
+
+from rlmismatch import report
+from rlmismatch.report import console
+from rlmismatch.report.blocks import Cell, Column, Table, clip, fit
+from rlmismatch.report.sections import page
+from tests.report.golden import load
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def on_a_terminal(monkeypatch, **environment):
+    """In the test itself: pytest puts its own stdout back between a fixture and the test."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in {"TERM": "xterm-256color", "COLUMNS": "100", **environment}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", Terminal())
+
+
+def test_colour_changes_no_character():
+    content = page(load("contract"))
+    coloured = console.render(content, width=100, colour=True)
+    assert ANSI.search(coloured)
+    plain = "\n".join(line.rstrip() for line in ANSI.sub("", coloured).splitlines()) + "\n"
+    assert plain == console.render(content, width=100, colour=False)
+
+
+def test_a_file_gets_no_colour(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert not ANSI.search(report.render(load("ok")))
+
+
+@pytest.mark.parametrize(
+    ("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True), ({"TERM": "dumb"}, False)]
+)
+def test_a_terminal_gets_colour_unless_no_color_or_dumb(monkeypatch, environment, coloured):
+    on_a_terminal(monkeypatch, **environment)
+    assert bool(ANSI.search(report.render(load("ok")))) == coloured
+
+
+@pytest.mark.parametrize(("columns", "width"), [("80", 80), ("200", 100)])
+def test_a_narrow_terminal_sets_the_width_and_a_wide_one_stops_at_100(monkeypatch, columns, width):
+    on_a_terminal(monkeypatch, COLUMNS=columns)
+    assert max(len(line) for line in ANSI.sub("", report.render(load("ok"))).splitlines()) == width
+
+
+def test_text_from_a_prompt_can_not_move_the_cursor_or_style():
+    full = load("contract")
+    row = full.ratios[0]
+    evil = dataclasses.replace(row.drift.worst[0], text="\x1b[2J[red]x", context_text="a\nb\u202e|")
+    drift = dataclasses.replace(row.drift, worst=(evil,))
+    changed = dataclasses.replace(full, ratios=(dataclasses.replace(row, drift=drift),))
+    text = console.render(page(changed), width=100, colour=False)
+    assert "a\\nb\\u202e|[\\x1b[2J[red]x]" in text
+    assert r"a\\nb\\u202e\|\[\\x1b\[2J\[red\]x\]" in report.render(changed, "markdown")
+
+
+def test_bar_is_twelve_wide_and_in_eighths():
+    assert console.bar(0.0) == " " * 12
+    assert console.bar(1.0) == "█" * 12
+    assert console.bar(0.5) == "█" * 6 + " " * 6
+    assert console.bar(1 / 96) == "▏" + " " * 11
+
+
+def test_fit_cuts_only_flexible_columns_the_widest_first():
+    table = Table(
+        columns=(Column(header="a"), Column(header="b", flexible=True), Column(header="c", flexible=True)),
+        rows=((Cell(text="x" * 20), Cell(text="y" * 30), Cell(text="z" * 12)),),
+    )
+    row = fit(table, 50).rows[0]
+    assert [len(c.text) for c in row] == [20, 14, 12]
+    assert row[1].text.endswith("…")
+    assert [len(c.text) for c in fit(table, 10).rows[0]] == [20, 8, 8]
+
+
+def test_clip_counts_terminal_cells():
+    assert clip("abcdef", 4) == "abc…"
+    assert clip("日本語", 4) == "日…"
+    assert clip("日本", 4) == "日本"

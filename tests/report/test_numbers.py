@@ -1,0 +1,78 @@
+"""Three significant digits, zero only for zero, an em dash for what was not measured."""
+
+import math
+
+import pytest
+
+from rlmismatch.report.numbers import count, number, of, percent, plural, printable, probability_ratio, value
+
+
+@pytest.mark.parametrize(
+    ("x", "text"),
+    [
+        (None, "—"),
+        (0.0, "0"),
+        (-0.0, "0"),
+        (0.013249, "0.0132"),
+        (0.05, "0.0500"),
+        (1.0, "1.00"),
+        (12.34, "12.3"),
+        (123.4, "123"),
+        (999.9, "1.00e3"),
+        (1234.5, "1.23e3"),
+        (0.001, "0.00100"),
+        (0.00099999, "0.00100"),
+        (0.000999, "9.99e-4"),
+        (1.32e-7, "1.32e-7"),
+        (5e-324, "4.94e-324"),
+        (-0.0132, "-0.0132"),
+        (math.inf, "inf"),
+        (-math.inf, "-inf"),
+        (math.nan, "nan"),
+    ],
+)
+def test_number(x, text):
+    assert number(x) == text
+
+
+def test_signed_numbers_show_the_plus():
+    assert [number(x, signed=True) for x in (0.5, -0.5, 0.0, None, math.inf)] == ["+0.500", "-0.500", "0", "—", "+inf"]
+
+
+def test_a_probability_ratio_keeps_the_digits_behind_the_one():
+    assert [probability_ratio(x) for x in (1.0, 1.0000004, 1.04996, None)] == ["1", "1.0000", "1.0500", "—"]
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        (None, "—"),
+        (0.0, "0 %"),
+        (1.0, "100 %"),
+        (0.512, "51.2 %"),
+        (0.9999, ">99.9 %"),
+        (1e-9, "<0.1 %"),
+        (0.001, "0.100 %"),
+        (1.0001, ">100 %"),
+        (math.nan, "nan"),
+    ],
+)
+def test_percent_says_100_only_for_all_and_0_only_for_none(share, text):
+    assert percent(share) == text
+
+
+def test_counts():
+    assert (count(12345), count(None), of(3, 1111), of(None, 5)) == ("12,345", "—", "3 of 1,111", "—")
+    assert (plural(1, "token"), plural(0, "token"), plural(2000, "token")) == ("1 token", "0 tokens", "2,000 tokens")
+
+
+@pytest.mark.parametrize(
+    ("x", "text"),
+    [(None, "none"), (True, "true"), (1e-06, "1e-06"), ([1, "a"], '[1, "a"]'), ("", '""'), ("x" * 200, "x" * 159 + "…"), ("a\tb", "a\\tb")],
+)
+def test_value_is_one_line_with_all_digits(x, text):
+    assert value(x) == text
+
+
+def test_printable_escapes_what_moves_the_cursor():
+    assert printable("é日\x1b[2J\n\u202e") == "é日\\x1b[2J\\n\\u202e"
