@@ -1,0 +1,263 @@
+"""The rollout: a real vLLM engine, one rank of it in this process, as `Engine` (protocol.py).
+
+vLLM's external launcher runs the whole engine (scheduler, runner, model) in the caller's process on every rank, so the live
+objects can be read and hooked. Works with the CPU build 0.32 and with 0.24 on CUDA; what differs between them is said where it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlmismatch.checkpoint import Checkpoint
+from rlmismatch.contract import Reading
+from rlmismatch.engines import vllm_plants, vllm_provenance, vllm_readings, vllm_weights
+from rlmismatch.engines.protocol import Arm, ArmResult, SideConfig
+from rlmismatch.engines.vllm_collectives import AllReduceLog
+from rlmismatch.engines.vllm_scoring import Scorer, tokenised
+from rlmismatch.engines.vllm_site import Site
+from rlmismatch.errors import UsageError
+from rlmismatch.pins.hooks import OpSwitch, Patch, Recorder, installed
+from rlmismatch.pins.spec import PINS
+from rlmismatch.pins.vllm import VllmPins
+from rlmismatch.pins.vllm_live import LiveModel
+from rlmismatch.pins.vllm_logprob import NATIVE_REDUCE, LogprobReduce, unsupported_reduce
+from rlmismatch.tokens import Prompt, Sequence
+
+PATHS = ("prefill", "chunked", "decode")
+_KV_CACHE_BYTES = 2**30  # on the CPU; pages that no token reaches are never touched
+
+
+class VllmEngine:
+    """One rank of a vLLM engine. Construct, `load`, then any of the rest; `Engine` says what each returns."""
+
+    def __init__(self, config: SideConfig, *, rank: int, local_rank: int) -> None:
+        self.config = config
+        self._rank = rank
+        self._local_rank = local_rank
+        self._stack = contextlib.ExitStack()
+
+    def load(self) -> None:
+        config = self.config
+        if config.cp > 1:
+            raise UsageError("context-parallel-not-built", "the rollout side runs without context parallelism", where="rollout")
+        if not config.temperature > 0:
+            raise UsageError("temperature-not-positive", f"temperature is {config.temperature}", where="rollout")
+        self._checkpoint = Checkpoint.open(config.ckpt)
+        model = self._checkpoint.config
+        model.check_fits(config.tp, side="rollout")
+        self._plants = vllm_plants.chosen(config, model)
+        self._set_environment()
+        with _own_shared_memory_name():
+            self._llm = self._start()
+        self._worker = self._llm.llm_engine.model_executor.driver_worker.worker
+        runner = self._worker.model_runner
+        group = self._tp_group()
+        self._live = LiveModel(
+            model=runner.model,
+            sampler=runner.sampler,
+            rank=group.rank_in_group,
+            size=group.world_size,
+            group=group.device_group if group.world_size > 1 else None,
+            all_reduce=_all_reduce,
+            eps=model.rms_eps,
+            inv_freq=model.rope.inv_freq(model.head_dim).to(runner.device),
+            num_kv_heads=model.num_kv_heads,
+            vocab_size=model.vocab_size,
+            temperature=config.temperature,
+        )
+        self._host_group = group.cpu_group if group.world_size > 1 else None
+        self._scorer = Scorer(llm=self._llm, runner=runner, chunk_size=config.chunk_size)
+        if config.temperature != 1.0 and "temperature_not_applied" not in config.plants:
+            self._stack.enter_context(installed([self._temperature()]))
+        self._all_reduces = AllReduceLog(group.device_communicator)
+        self._stack.enter_context(installed(self._all_reduces.patches()))
+        for plant in self._plants.values():
+            self._stack.enter_context(installed(plant.apply(self._live, config)))
+
+    def readings(self) -> Mapping[str, Mapping[str, Reading]]:
+        readings = vllm_readings.readings(self._site())
+        vllm_plants.overridden(readings, self._plants)
+        return readings
+
+    def weight_digests(self) -> Mapping[str, str]:
+        return vllm_weights.digests(self._live, self._checkpoint.config)
+
+    def provenance(self) -> Mapping[str, Any]:
+        return vllm_provenance.provenance(self._site())
+
+    def generate(self, prompts: Seq[Prompt], *, max_new_tokens: int, seed: int) -> tuple[Sequence, ...]:
+        tokenizer = self._llm.get_tokenizer() if self._checkpoint.has_tokenizer else None
+        return self._scorer.sample(
+            tokenised(prompts, tokenizer),
+            max_new_tokens=max_new_tokens,
+            temperature=self.config.temperature,
+            seed=seed,
+            stop_at_eos=tokenizer is not None,
+        )
+
+    def run(self, arm: Arm, sequences: Seq[Sequence]) -> ArmResult:
+        started = time.perf_counter()
+        self._check(arm)
+        boundary = arm.probe == "boundary"
+        recorder = Recorder()
+        switch = OpSwitch(active=arm.pins, probe=arm.probe, recorder=recorder)
+        knobs, how = self._knobs(arm.settings)
+        pins = VllmPins(self._live, impl=self.config.impl, switch=switch, logprob_reduce=how)
+        result = ArmResult(arm=arm, knobs=knobs)
+        with installed(pins.patches()) as counter:
+            for path in ("prefill",) if boundary else arm.paths:
+                result.scores[path] = self._scorer.score(path, sequences[:1] if boundary else sequences)  # type: ignore[arg-type]
+        result.calls = {pin: switch.calls[pin] for pin in sorted(arm.pins)}
+        result.local = recorder.local_errors(self._host_group) if arm.probe == "local" else []
+        result.boundaries = pins.boundaries(self._host_group) if boundary else {}
+        silent = counter.silent()
+        if silent:
+            result.notes.append(f"{len(silent)} hooks never ran: {', '.join(silent[:5])}")
+        result.seconds = time.perf_counter() - started
+        return result
+
+    def close(self) -> None:
+        self._stack.close()
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _check(self, arm: Arm) -> None:
+        unknown = sorted(arm.pins - set(PINS))
+        if unknown:
+            raise UsageError("pin-unknown", f"there is no pin {unknown[0]!r}", hint=f"one of: {', '.join(PINS)}")
+        foreign = [p for p in arm.paths if p not in PATHS]
+        if foreign:
+            raise UsageError("path-unknown", f"the rollout has no path {foreign[0]!r}", hint=f"one of: {', '.join(PATHS)}")
+
+    def _knobs(self, settings: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], LogprobReduce | None]:
+        """What becomes of an arm's settings: knob -> requested, actual, status, reason; and the way to reduce the log-prob."""
+        knobs: dict[str, dict[str, Any]] = {}
+        how: LogprobReduce | None = None
+        for knob, value in settings.items():
+            reason: str | None = "not a knob of the rollout adapter"
+            actual: str | None = None
+            if knob == "logprob.reduce":
+                reason, actual = unsupported_reduce(self._live, value), NATIVE_REDUCE
+                if reason is None:
+                    how = actual = value
+            status = "applied" if reason is None else "unsupported"
+            knobs[knob] = {"requested": value, "actual": actual, "status": status, "reason": reason or ""}
+        return knobs, how
+
+    def _set_environment(self) -> None:
+        os.environ.update(
+            RANK=str(self._rank),
+            LOCAL_RANK=str(self._local_rank),
+            WORLD_SIZE=str(self.config.world_size),
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine in this process, where its objects can be reached
+            VLLM_USE_V2_MODEL_RUNNER="0",
+            VLLM_USE_FLASHINFER_SAMPLER="0",
+            VLLM_NO_USAGE_STATS="1",
+            HF_HUB_OFFLINE="1",
+            VLLM_ALLOW_LONG_MAX_MODEL_LEN="1",  # for the one token beyond a full sequence, see _start
+        )
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        if self.config.device == "cpu":
+            # Nothing of an eager model is compiled, but vLLM compiles the rank counter behind its log-probs: up to 20 s, once.
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+    def _start(self) -> Any:
+        from vllm import LLM
+
+        config, model = self.config, self._checkpoint.config
+        length = min(config.max_model_len, model.max_positions)
+        options: dict[str, Any] = {}
+        if config.device == "cuda":
+            options["gpu_memory_utilization"] = config.gpu_memory_fraction
+            options["attention_config"] = {"backend": "FLASH_ATTN"}
+        else:
+            kv_heads = max(1, model.num_kv_heads // config.tp)
+            bytes_a_token = 2 * model.num_layers * kv_heads * model.head_dim * getattr(torch, config.dtype).itemsize
+            options["kv_cache_memory_bytes"] = max(_KV_CACHE_BYTES, 2 * length * bytes_a_token)
+        return LLM(
+            model=config.ckpt,
+            skip_tokenizer_init=not self._checkpoint.has_tokenizer,
+            tensor_parallel_size=config.tp,
+            distributed_executor_backend="external_launcher",
+            dtype=config.dtype,
+            seed=config.seed,
+            # A prefill is scored by its prompt log-probs, and vLLM always samples one token more.
+            max_model_len=length + 1,
+            max_num_batched_tokens=max(length + 1, 2048),
+            max_num_seqs=128,
+            block_size=config.block_size,
+            enforce_eager=True,
+            async_scheduling=False,
+            logprobs_mode="raw_logprobs",
+            load_format="safetensors",
+            generation_config="vllm",
+            disable_log_stats=True,
+            **options,
+        )
+
+    def _tp_group(self) -> Any:
+        from vllm.distributed import get_tp_group
+
+        return get_tp_group()
+
+    def _temperature(self) -> Patch:
+        """Applies the sampling temperature to the log-probs, in float32 as the sampler does.
+
+        vLLM's own processed_logprobs mode does it for sampled tokens only: prompt log-probs are raw in every mode.
+        """
+
+        def make(native: Any) -> Any:
+            return lambda logits: native(logits.float() / self.config.temperature)
+
+        return Patch(target=self._live.sampler, name="compute_logprobs", make=make, pins=(), label="temperature")
+
+    def _site(self) -> Site:
+        return Site(
+            scheduler=self._scorer.scheduler,
+            worker=self._worker,
+            live=self._live,
+            config=self.config,
+            model=self._checkpoint.config,
+            tp=self._tp_group(),
+            all_reduces=self._all_reduces,
+            plants={name: plant.what for name, plant in self._plants.items()},
+        )
+
+
+def _all_reduce(x: torch.Tensor) -> torch.Tensor:
+    from vllm.distributed import tensor_model_parallel_all_reduce
+
+    out: torch.Tensor = tensor_model_parallel_all_reduce(x)
+    return out
+
+
+@contextlib.contextmanager
+def _own_shared_memory_name() -> Iterator[None]:
+    """A name of this run's own for the shared memory of vLLM's CPU collectives, while the engine starts.
+
+    The external launcher names it after ``env://``: two runs on one host would share a segment, and mix their tensors. The host's name
+    is part of it because vLLM uses shared memory wherever all ranks have one name; ranks on several hosts then use gloo.
+    """
+    name = [uuid.uuid4().hex]
+    dist.broadcast_object_list(name, src=0)
+    try:
+        from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Communicator
+    except ImportError:  # a build without CPU collectives
+        yield
+        return
+    native = Communicator.make_group_name
+    own = f"{platform.node()}-{name[0]}"
+    Communicator.make_group_name = staticmethod(lambda communicator: f"{own}-{communicator.unique_name}")
+    try:
+        yield
+    finally:
+        Communicator.make_group_name = staticmethod(native)

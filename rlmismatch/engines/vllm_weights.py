@@ -1,0 +1,71 @@
+"""The weights a live vLLM engine computes with, as the logical tensors of the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from rlmismatch.checkpoint import ModelConfig, digest
+from rlmismatch.pins.vllm_live import LiveModel
+
+
+def digests(live: LiveModel, model: ModelConfig) -> dict[str, str]:
+    """HF name -> digest of the live tensor, un-sharded, un-fused and without vocabulary padding; and "tied" -> "true" or "false".
+
+    Collective. Complete on rank 0, empty elsewhere.
+    """
+    found = {name: digest(tensor) if live.rank == 0 else "" for name, tensor in tensors(live, model)}
+    return {**found, "tied": "true" if is_tied(live) else "false"} if live.rank == 0 else {}
+
+
+def is_tied(live: LiveModel) -> bool:
+    """Whether the live head computes with the embedding's own memory."""
+    head, embedding = live.model.lm_head.weight, live.model.model.embed_tokens.weight
+    return bool(head.data_ptr() == embedding.data_ptr())
+
+
+def tensors(live: LiveModel, model: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """(HF name, whole tensor) in the order of the forward pass; one tensor at a time is held whole. Collective, complete on every rank.
+
+    A tensor that every rank holds whole, and that differs between ranks, comes as the stack of what they hold: it equals no checkpoint's.
+    """
+    yield "model.embed_tokens.weight", _vocabulary(live, live.model.model.embed_tokens.weight, model)
+    for i, layer in enumerate(live.layers):
+        name, attn, mlp = f"model.layers.{i}", layer.self_attn, layer.mlp
+        yield f"{name}.input_layernorm.weight", _replicated(live, layer.input_layernorm.weight)
+        yield from _qkv(live, attn, f"{name}.self_attn")
+        if hasattr(attn, "q_norm"):
+            yield f"{name}.self_attn.q_norm.weight", _replicated(live, attn.q_norm.weight)
+            yield f"{name}.self_attn.k_norm.weight", _replicated(live, attn.k_norm.weight)
+        yield f"{name}.self_attn.o_proj.weight", torch.cat(live.gather(live.weight(attn.o_proj)), dim=1)
+        yield f"{name}.post_attention_layernorm.weight", _replicated(live, layer.post_attention_layernorm.weight)
+        gate, up = live.weight(mlp.gate_up_proj).chunk(2)
+        yield f"{name}.mlp.gate_proj.weight", torch.cat(live.gather(gate))
+        yield f"{name}.mlp.up_proj.weight", torch.cat(live.gather(up))
+        yield f"{name}.mlp.down_proj.weight", torch.cat(live.gather(live.weight(mlp.down_proj)), dim=1)
+    yield "model.norm.weight", _replicated(live, live.model.model.norm.weight)
+    if not (model.tied and is_tied(live)):
+        yield "lm_head.weight", _vocabulary(live, live.model.lm_head.weight, model)
+
+
+def _qkv(live: LiveModel, attn: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    linear, q_rows, kv_rows = attn.qkv_proj, attn.q_size, attn.kv_size  # type: ignore[attr-defined]
+    fused = {"weight": live.weight(linear)}
+    if linear.bias is not None:
+        # One of the CPU's packed GEMMs keeps the bias in float32: the same numbers.
+        fused["bias"] = linear.bias.detach().to(linear.params_dtype)
+    for kind, tensor in fused.items():
+        for projection, part in zip("qkv", torch.split(tensor, [q_rows, kv_rows, kv_rows]), strict=True):
+            ranks = live.gather(part)
+            # With more ranks than KV heads, neighbours hold copies of one head.
+            yield f"{name}.{projection}_proj.{kind}", torch.cat(ranks if projection == "q" else ranks[:: live.kv_copies])
+
+
+def _vocabulary(live: LiveModel, weight: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+    return torch.cat(live.gather(weight.detach()))[: model.vocab_size]
+
+
+def _replicated(live: LiveModel, weight: torch.Tensor) -> torch.Tensor:
+    ranks = live.gather(weight.detach())
+    return ranks[0] if all(torch.equal(ranks[0], other) for other in ranks[1:]) else torch.stack(ranks)
