@@ -173,7 +173,13 @@ LOGPROB: Final[tuple[Axis, ...]] = (
                 verdict="contract",
                 what="the padded vocabulary rows are counted in the denominator on one side",
             ),
-            Plant(id="pad_rows_nonzero", verdict="contract", what="the padded vocabulary rows hold random weights", built=True),
+            Plant(
+                id="pad_rows_nonzero",
+                verdict="contract",
+                what="the padded vocabulary rows hold random weights",
+                sides=("trainer",),  # the rollout cuts its padding before it could matter
+                built=True,
+            ),
         ),
         built="contract_only",
     ),
