@@ -12,10 +12,13 @@ from rlmismatch.report.numbers import NOT_MEASURED, number, percent, plural
 
 ALONE_LAST: Final = "alone: drift left when only this is pinned; last: drift that comes back when only this is released"
 # How the groups of axes without numbers are headed, in order.
-GROUPS: Final = ("differs", "unknown", "equal", "contract only", "structural zero", "not run", "not built")
+GROUPS: Final = ("differs", "unknown", "pinned", "equal", "contract only", "structural zero", "not run", "not built")
 
 
 def attribution(a: AttributionInfo, verbose: bool) -> Section:
+    note = f"{a.ratio}, {plural(a.arms, 'arm')}" + (f", shares {a.shares_method}" if a.shares_method else "")
+    if a.native_mean_abs is None:
+        return Section(title="Attribution", blocks=(Lines(lines=(cell(a.note or "not run"),)),))
     pairs: list[tuple[str, Cell]] = [
         ("native drift", cell(f"{number(a.native_mean_abs)} nats mean abs over {plural(a.native_tokens, 'token')}")),
         ("bias", cell(f"{number(a.signed_mean, signed=True)} nats, split off before the shares")),
@@ -25,17 +28,15 @@ def attribution(a: AttributionInfo, verbose: bool) -> Section:
         pairs.append(("fix set", Cell(text=f"{', '.join(a.fix_set)}   ({proof})", style="strong" if a.proved else "warn")))
     if a.zero_set:
         pairs.append(("zero set", cell(f"{', '.join(a.zero_set)}   (bring back exactly nothing)")))
-    pairs += [("not played", cell(f"{p.pin}: {p.why}")) for p in a.players if p.role == "other" and p.alone is None and p.last is None]
     pairs.append(("remainder", Cell(text=_remainder(a), style="good" if a.remainder_mean_abs == 0 else "warn")))
     blocks: list[Block] = [Pairs(pairs=tuple(pairs))]
-    shown = [p for p in a.players if verbose or p.role == "fix set"]
+    shown = [p for p in a.players if verbose or p.role != "zero set"]
     if shown:
         blocks += [_players(shown), Lines(lines=(cell(ALONE_LAST, "dim"),))]
     if a.proof:
         blocks.append(_proof(a))
     if a.note:
         blocks.append(Lines(lines=(cell(a.note),)))
-    note = f"{a.ratio}, {plural(a.arms, 'arm')}" + (f", shares {a.shares_method}" if a.shares_method else "")
     return Section(title="Attribution", blocks=tuple(blocks), note=note)
 
 
@@ -56,14 +57,18 @@ def _players(players: list[Player]) -> Table:
         Column(header="share", unit="of mean d²"),
         numeric("alone", NATS),
         numeric("last", NATS),
-        Column(header="role"),
+        Column(header="role", flexible=True),
     )
     styles: dict[str, Style] = {"fix set": "strong", "zero set": "dim"}
     rows = tuple(
-        (Cell(text=p.pin, style=styles.get(p.role, "")), cell(p.axis), _share(p), nats(p.alone), nats(p.last), cell(p.role, "dim"))
-        for p in sorted(players, key=lambda p: (p.role != "fix set", -(p.share or 0.0), p.role != "zero set"))
+        (Cell(text=p.pin, style=styles.get(p.role, "")), cell(p.axis), _share(p), nats(p.alone), nats(p.last), cell(_role(p), "dim"))
+        for p in sorted(players, key=lambda p: (p.role != "fix set", p.role == "zero set", -(p.share or 0.0), -(p.last or 0.0)))
     )
     return Table(columns=columns, rows=rows)
+
+
+def _role(p: Player) -> str:
+    return f"{p.role}: {p.why}" if p.why else p.role
 
 
 def _share(p: Player) -> Cell:

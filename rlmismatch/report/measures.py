@@ -157,7 +157,8 @@ def _spark(values: Sequence[float]) -> str:
 
 
 def _hints(report: Report) -> Section | None:
-    items = tuple(Item(mark="warn", head=h.says, details=(("→", f"look at {h.axis} first"),)) for h in report.hints)
+    said = {reason.text for reason in report.verdict.reasons}
+    items = tuple(Item(mark="warn", head=h.says, details=(("→", f"look at {h.axis} first"),)) for h in report.hints if h.says not in said)
     return Section(title="Hints", note="signatures in the numbers; they decide nothing", blocks=(Items(items=items),)) if items else None
 
 

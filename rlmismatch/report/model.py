@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
+from rlmismatch.attribution.model import Role
 from rlmismatch.contract import FieldComparison, Outcome, Tier
 from rlmismatch.drift.model import BudgetLine, Drift, Hint, Interval
 from rlmismatch.errors import UsageError
 from rlmismatch.report import codec
+from rlmismatch.verdict.model import Verdict
 
 SCHEMA_VERSION: Final = 1
 
@@ -50,27 +52,6 @@ class Header:
     tokens: int = 0  # scored tokens
     tool_version: str = ""
     seconds: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reason:
-    """Why the verdict is what it is. The first reason is the one to act on."""
-
-    kind: str  # void | contract | defect | drift | inconclusive | engine | environment | warning
-    text: str
-    axis: str = ""
-    tier: str = ""
-    hint: str = ""  # what to change, in the user's words
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerdictInfo:
-    """The verdict as `verdict.judge` gave it; the exit code is the process'."""
-
-    word: str  # OK | DRIFT | CONTRACT | NOT COMPARABLE | DEFECT | INCONCLUSIVE | ENGINE FAILED | CANNOT RUN
-    exit_code: int
-    reasons: tuple[Reason, ...] = ()
-    numbers_void: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +98,7 @@ class AxisRow:
 
     local: largest |native - pin| on equal inputs. alone: drift left when only this axis is pinned.
     last: drift brought back when only this axis is released.
-    status: measured | equal | differs | unknown | structural zero | not run | not built | contract only.
+    status: measured | pinned | equal | differs | unknown | structural zero | not run | not built | contract only.
     why: why there are no numbers.
     """
 
@@ -170,7 +151,7 @@ class Player:
 
     pin: str
     axis: str
-    role: Literal["fix set", "zero set", "other"]
+    role: Role
     alone: float | None = None
     last: float | None = None
     share: float | None = None
@@ -264,7 +245,7 @@ class Report:
     """All that a run has to say."""
 
     header: Header
-    verdict: VerdictInfo
+    verdict: Verdict
     plants: tuple[PlantInForce, ...] = ()
     gates: tuple[Gate, ...] = ()
     contract: tuple[FieldComparison, ...] = ()

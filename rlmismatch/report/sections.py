@@ -9,8 +9,9 @@ from typing import Final
 from rlmismatch.contract import Evidence, FieldComparison, Outcome, Reading, Tier
 from rlmismatch.report import measures
 from rlmismatch.report.blocks import Block, Cell, Column, Headline, Item, Items, Lines, Page, Pairs, Section, Style, Table, cell
-from rlmismatch.report.model import Gate, KnobRow, Reason, Report, SideInfo
+from rlmismatch.report.model import Gate, KnobRow, Report, SideInfo
 from rlmismatch.report.numbers import NOT_MEASURED, plural, shorten, value
+from rlmismatch.verdict.model import Reason
 
 SHOWN_NAMES: Final = 8  # names listed before "and N more"
 KNOWN: Final = {
@@ -71,7 +72,7 @@ def _headline(report: Report) -> Headline:
 def _reason(reason: Reason, style: Style) -> Item:
     where = " ".join(filter(None, (reason.axis, f"({reason.tier})" if reason.tier else "")))
     return Item(
-        mark="warn" if reason.kind == "warning" or style == "warn" else "bad",
+        mark="bad" if style == "bad" and reason.kind != "warning" else "warn",
         lead=where,
         head=reason.text,
         details=(("→", reason.hint),) if reason.hint else (),
@@ -114,12 +115,14 @@ def _gates(report: Report) -> Section | None:
 def _gate(gate: Gate) -> Item:
     if gate.equal is None:
         return Item(mark="warn", head=gate.name, tail=f"not established: {gate.note or 'no evidence'}")
+    note = f"; {gate.note}" if gate.note else ""
+    compared = plural(gate.compared, gate.unit)
     if gate.differing or not gate.equal:
-        tail = f"{len(gate.differing)} of {plural(gate.compared, gate.unit)} differ" + (f"; {gate.note}" if gate.note else "")
-        return Item(mark="bad", head=gate.name, tail=tail, details=(("", listed(gate.differing)),) if gate.differing else ())
+        details = (("", listed(gate.differing)),) if gate.differing else ()
+        return Item(mark="bad", head=gate.name, tail=f"{len(gate.differing) or 'some'} differ, {compared} compared{note}", details=details)
     if not gate.compared:
-        return Item(mark="warn", head=gate.name, tail=f"nothing was compared{'; ' + gate.note if gate.note else ''}")
-    return Item(mark="good", head=gate.name, tail=f"{plural(gate.compared, gate.unit)} equal{'; ' + gate.note if gate.note else ''}")
+        return Item(mark="warn", head=gate.name, tail=f"nothing was compared{note}")
+    return Item(mark="good", head=gate.name, tail=f"{compared} equal{note}")
 
 
 def listed(names: Iterable[str], limit: int = SHOWN_NAMES) -> str:

@@ -14,11 +14,12 @@ from rlmismatch.contract import FieldComparison, Outcome, Tier, read, unknown
 from rlmismatch.drift import Drift
 from rlmismatch.errors import UsageError
 from rlmismatch.report import Report, codec
-from rlmismatch.report.model import SCHEMA_VERSION, ClosureRow, Gate, Header, RatioRow, VerdictInfo
+from rlmismatch.report.model import SCHEMA_VERSION, ClosureRow, Gate, Header, RatioRow
+from rlmismatch.verdict.model import Verdict
 from tests.report.golden import CASES, load
 
 DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "report-schema.md").read_text(encoding="utf-8")
-SMALL = Report(header=Header(command="c", run_id="r", date="d", checkpoint="k"), verdict=VerdictInfo(word="OK", exit_code=0))
+SMALL = Report(header=Header(command="c", run_id="r", date="d", checkpoint="k"), verdict=Verdict(word="OK", exit_code=0))
 
 
 def through_json(report: Report) -> Report:
