@@ -167,8 +167,12 @@ def declare(readings: Readings, declarations: Mapping[str, Any]) -> tuple[dict[s
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Equality of JSON values; True is not 1, and NaN equals nothing."""
-    return type(a) is type(b) and bool(a == b) if isinstance(a, bool) or isinstance(b, bool) else bool(a == b)
+    """Equality of JSON values; True is not 1, at any depth, and NaN equals nothing."""
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(same_value, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_value(a[k], b[k]) for k in a)
+    return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
 
 
 def compare(

@@ -58,7 +58,8 @@ def prepare(settings: Settings) -> Inputs:
     source = settings.prompts or settings.rollout or ""
     reserve = 0 if settings.rollout else settings.max_new_tokens
     tokens.check_ids((*prompts, *sequences), vocab_size=config.vocab_size, max_positions=limit, reserve=reserve, source=source)
-    longest = max((len(s.token_ids) + reserve for s in (*prompts, *sequences)), default=0)
+    lengths = [len(p.token_ids) for p in prompts] + [len(s.token_ids) for s in sequences]
+    longest = max(lengths) + reserve
     device = _device(settings)
     return Inputs(
         checkpoint=checkpoint,

@@ -51,6 +51,7 @@ class Run:
     progress: Progress
     command_line: str
     sequences: tuple[Sequence, ...] = ()
+    _digests: dict[str, str] = dataclasses.field(default_factory=dict, init=False)
 
     def execute(self) -> None:
         """Run every arm the command needs and leave the captures in `folder`. The caller seals."""
@@ -58,7 +59,7 @@ class Run:
         self._write_run(started, finished=None)
         sides = self._launches()
         self.progress.step("hashing the checkpoint's tensors")
-        self._digests = self.inputs.checkpoint.digests()
+        self._digests = self.inputs.checkpoint.digests(dtype=self.settings.dtype)
         self.progress.step("starting " + " and ".join(f"{s.config.engine} (TP{s.config.tp}{'+SP' if s.config.sp else ''})" for s in sides))
         for side in sides:
             self.controller.start(side)
@@ -133,7 +134,7 @@ class Run:
                     "qk_norm": config.qk_norm,
                     "vocab_size": config.vocab_size,
                     "tied": config.tied,
-                    "digests": getattr(self, "_digests", {}),
+                    "digests": self._digests,
                 },
                 "host": host_facts(),
             },

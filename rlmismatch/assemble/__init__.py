@@ -51,6 +51,8 @@ def report(folder: Path, *, budget: Sequence[str] = (), fail_on: str | None = No
     gates = rows.gates(evidence)
     found = () if void else defects(evidence, book)
     plants = _plants(evidence)
+    aligned = None if void else book.ratio("trainer/prefill")
+    hints = () if aligned is None or aligned.invalid else signatures(aligned, tp=evidence.settings.trainer_tp)
     judged = verdict.judge(
         verdict.Facts(
             comparisons=evidence.comparisons,
@@ -60,10 +62,11 @@ def report(folder: Path, *, budget: Sequence[str] = (), fail_on: str | None = No
             budget=lines,
             drift=None if void else book.drift("trainer/prefill"),
             defects=found,
+            signatures=hints,
+            plants=plants,
             fail_on=evidence.settings.fail_on,
         )
     )
-    aligned = None if void else book.ratio("trainer/prefill")
     return Report(
         header=_header(evidence),
         verdict=judged,
@@ -79,7 +82,7 @@ def report(folder: Path, *, budget: Sequence[str] = (), fail_on: str | None = No
         first_divergence=rows.first_divergence(evidence, book),
         closure=closed,
         controls=controls,
-        hints=() if aligned is None or aligned.invalid else signatures(aligned, tp=evidence.settings.trainer_tp),
+        hints=hints,
         budget=lines,
         provenance=_provenance(evidence),
         artifacts=(Artifact(path=str(folder), what="captures, logs and report"),),
@@ -148,7 +151,7 @@ def _header(evidence: Evidence) -> Header:
             SideInfo(
                 side=name,
                 engine=_NAMES[c.engine],
-                version=str(side.provenance.get("version", "")),
+                version=str(side.provenance.get("versions", {}).get(_NAMES[c.engine]) or ""),
                 tp=c.tp,
                 sp=c.sp,
                 cp=c.cp,
@@ -191,7 +194,7 @@ def _attribution(evidence: Evidence, book: ScoreBook, *, void: bool) -> Attribut
             share=p.share,
             share_interval=p.share_interval,
             share_error=p.share_error,
-            why=f"stands in for {', '.join(p.stands_in_for)}" if p.stands_in_for else "",
+            why=_role_words(p),
         )
         for p in found.players
     )
@@ -214,6 +217,19 @@ def _attribution(evidence: Evidence, book: ScoreBook, *, void: bool) -> Attribut
         arms=found.arms,
         note=_attribution_note(found, evidence),
     )
+
+
+_ROLES: Final[Mapping[str, str]] = {
+    "fix set": "",
+    "zero set": "",
+    "interchangeable": "can stand in for",
+    "local error": "brings nothing back, but its op differs on equal inputs",
+    "not needed": "brings drift back, but the gap closes without it",
+}
+
+
+def _role_words(player: attribution.Player) -> str:
+    return " ".join(filter(None, (_ROLES[player.role], ", ".join(player.stands_in_for))))
 
 
 def _boundary_errors(evidence: Evidence, book: ScoreBook) -> dict[str, float | None]:

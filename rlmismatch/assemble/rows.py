@@ -129,9 +129,9 @@ def _axis_row(axis: Axis, evidence: Evidence, book: ScoreBook, *, void: bool) ->
     base, pins = evidence.base_pins, frozenset(axis.pins)
     if pins <= base:
         return row("pinned", "held by a knob in every arm", local=local(axis, book).largest)
-    everything = book.drift(axis.ratio, arm_id(ALL, base))
-    alone = book.drift(axis.ratio, arm_id(base | pins, base))
-    last = book.drift(axis.ratio, arm_id(ALL - pins, base))
+    everything = book.pinned(axis.ratio, ALL)
+    alone = book.pinned(axis.ratio, base | pins)
+    last = book.pinned(axis.ratio, ALL - pins)
     if alone is None and last is None:
         return row("not run", _why_not_run(evidence), local=local(axis, book).largest)
     rest = everything.mean_abs if everything and everything.mean_abs is not None else 0.0
@@ -140,7 +140,7 @@ def _axis_row(axis: Axis, evidence: Evidence, book: ScoreBook, *, void: bool) ->
 
 
 def _why_not_run(evidence: Evidence) -> str:
-    return "use --attribute, or the family's own command" if evidence.settings.command == "probe" else "no arm was run"
+    return "needs --attribute" if evidence.settings.command == "probe" else "no arm was run"
 
 
 def _contract_word(fields: Sequence[FieldComparison]) -> str:

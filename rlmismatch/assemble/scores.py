@@ -58,6 +58,23 @@ class ScoreBook:
             self._drifts[ratio, arm] = None if aligned is None else self.summary(aligned)
         return self._drifts[ratio, arm]
 
+    def pinned(self, ratio: str, pins: frozenset[str]) -> Drift | None:
+        """The drift of a named ratio with exactly `pins` in force among the players, or None when no arm took it.
+
+        A pin that is no player (a structural zero here, or held by a knob) does not tell arms apart.
+        """
+        players = frozenset(self.evidence.players())
+        for name in self.pin_arms():
+            if self.arms["trainer"][name].arm.pins & players == pins & players:
+                drift = self.drift(ratio, name)
+                if drift is not None:
+                    return drift
+        return None
+
+    def pin_arms(self) -> list[str]:
+        """Ids of the arms that differ by pins alone: not the repeats, and not the probes."""
+        return [name for name in self.arms["trainer"] if name == NATIVE or name.startswith("pins=")]
+
     def ratio(self, ratio: str, arm: str = NATIVE) -> AlignedScores | None:
         _, (side_a, path_a), (side_b, path_b) = next(r for r in RATIOS if r[0] == ratio)
         return self.aligned(self.get(side_a, arm, path_a), self.get(side_b, arm, path_b))
@@ -66,22 +83,17 @@ class ScoreBook:
         return summarise(aligned, seed=self.evidence.settings.seed)
 
     def drift_table(self) -> dict[frozenset[str], ArmDrift]:
-        """Which players were pinned -> trainer/prefill drift, over the arms that both engines finished.
-
-        A pin that is no player (a structural zero here, or held by a knob) does not tell arms apart.
-        """
+        """Which players were pinned -> trainer/prefill drift, over the arms that both engines finished."""
         players = frozenset(self.evidence.players())
         table: dict[frozenset[str], ArmDrift] = {}
-        for name, result in self.arms["trainer"].items():
-            if name != NATIVE and not name.startswith("pins="):
-                continue
+        for name in self.pin_arms():
             aligned = self.ratio("trainer/prefill", name)
             if aligned is None:
                 continue
             if aligned.invalid:
                 raise InconclusiveError("drift-invalid", f"arm {name}: {aligned.invalid[0].text}")
             cuts = np.cumsum(np.bincount(aligned.sequence_N, minlength=len(aligned.sequences)))[:-1]
-            table[result.arm.pins & players] = ArmDrift.of(np.split(aligned.delta_N, cuts))
+            table[self.arms["trainer"][name].arm.pins & players] = ArmDrift.of(np.split(aligned.delta_N, cuts))
         return table
 
     def floor(self) -> float:

@@ -11,7 +11,7 @@ from rlmismatch.axes.base import Axis, Family, Plant, Setup
 from rlmismatch.axes.gemm import GEMM
 from rlmismatch.axes.logprob import LOGPROB
 from rlmismatch.axes.model import MODEL
-from rlmismatch.contract import Evidence, FieldSpec, Reading, Readings
+from rlmismatch.contract import Evidence, FieldSpec, Reading, Readings, Sides
 from rlmismatch.errors import EnvironmentUnfitError, UsageError
 
 __all__ = [
@@ -92,7 +92,6 @@ CAUSAL_ORDER: Final[tuple[str, ...]] = (
 
 _FLAGS: Final = "gemm.runtime_flags"
 _TP_KEY: Final = f"{_FLAGS}:tensor_parallel_size"
-_SP_KEY: Final = f"{_FLAGS}:sequence_parallel"
 
 
 def by_id(axis_id: str) -> Axis:
@@ -120,7 +119,7 @@ def contract_fields(axes: Iterable[Axis]) -> dict[str, tuple[FieldSpec, ...]]:
     return {a.id: a.fields for a in axes}
 
 
-def one_sided(axes: Iterable[Axis]) -> dict[str, str]:
+def one_sided(axes: Iterable[Axis]) -> dict[str, Sides]:
     """Axis id -> the one side that has it, for `contract.compare`."""
     return {a.id: a.side for a in axes if a.side != "both"}
 
@@ -168,13 +167,11 @@ def implied_waivers(waivers: Collection[str], trainer: Readings, rollout: Readin
     """The further ``"axis:field"`` keys that must be waived because of what is waived already, or of what a side does not have.
 
     A waived field waives the fields that state the same fact again. Unequal TP, once waived, waives the fields that apply only above TP1
-    where exactly one side has TP1. Sequence parallelism that one side has and the other does not know at all is what `--sp` asked for.
+    where exactly one side has TP1.
     """
     implied = {f"{a.id}:{name}" for a in ALL for name, origins in a.mirrors.items() if not set(origins).isdisjoint(waivers)}
     if _TP_KEY in waivers:
         implied |= {f"{a.id}:{name}" for a in ALL for name in a.only_with_tp if _on_one_side_only(a.id, name, trainer, rollout)}
-    if _on_one_side_only(_FLAGS, "sequence_parallel", trainer, rollout):
-        implied.add(_SP_KEY)
     return frozenset(implied - set(waivers))
 
 

@@ -15,7 +15,7 @@ class GemmDeterminismSpec:
 
     compute_dtype: str = identical("dtype of the model's matrix products")
     tensor_parallel_size: int = identical("ranks that share one layer's weights")
-    sequence_parallel: bool = identical("whether activations between the parallel layers are sharded along the sequence")
+    sequence_parallel: bool = identical("whether activations between the parallel layers are sharded along the sequence", side="trainer")
     tf32: bool = semantic("whether float32 products may use TF32")
     bf16_reduced_precision_reduction: bool = semantic("whether split-K partials of bf16 products may be added in bf16")
     deterministic_mode: bool = recorded("the trainer's own deterministic mode")

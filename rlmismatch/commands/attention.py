@@ -22,7 +22,7 @@ from rlmismatch.commands import options
     help="unfused_fp32: RoPE with cos and sin in fp32 and one cast, in both engines, in every arm.",
 )
 @click.pass_context
-def command(ctx: click.Context, attention: str | None, rope: str | None, **given: Any) -> None:
+def command(ctx: click.Context, /, attention: str | None, rope: str | None, **given: Any) -> None:
     """Measure the attention axes: every row with status, tier verdict, local error, alone, last and provenance."""
     from rlmismatch.commands import session
 

@@ -18,7 +18,7 @@ from rlmismatch.commands import options
     help="rank_order: the row-parallel sum in rank order, fp32, one rounding, in both engines, in every arm.",
 )
 @click.pass_context
-def command(ctx: click.Context, kernel: str | None, forward_reduce: str | None, **given: Any) -> None:
+def command(ctx: click.Context, /, kernel: str | None, forward_reduce: str | None, **given: Any) -> None:
     """Measure the GEMM axes: every row with status, tier verdict, local error, alone, last and provenance."""
     from rlmismatch.commands import session
 

@@ -22,7 +22,7 @@ from rlmismatch.commands import options
     help="triton: our fixed-order GEMM for the LM head in both engines, in every arm.",
 )
 @click.pass_context
-def command(ctx: click.Context, reduce: str | None, head_gemm_kernel: str | None, **given: Any) -> None:
+def command(ctx: click.Context, /, reduce: str | None, head_gemm_kernel: str | None, **given: Any) -> None:
     """Measure the log-prob axes: every row with status, tier verdict, local error, alone, last and provenance."""
     from rlmismatch.commands import session
 

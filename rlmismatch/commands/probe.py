@@ -13,7 +13,7 @@ from rlmismatch.commands import options
 @options.options(*options.SHARED)
 @click.option("--attribute", is_flag=True, help="Find the zero set, a proved fix set, its shares, and the first divergence.")
 @click.pass_context
-def command(ctx: click.Context, attribute: bool, **given: Any) -> None:
+def command(ctx: click.Context, /, attribute: bool, **given: Any) -> None:
     """Compare both engines on one checkpoint: gates, contract, drift, and which axes can run here.
 
     \b

@@ -19,6 +19,7 @@ from rlmismatch.commands import options
 @click.pass_context
 def command(
     ctx: click.Context,
+    /,
     run: Path,
     other: Path | None,
     budget: tuple[str, ...],

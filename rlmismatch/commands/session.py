@@ -17,7 +17,6 @@ from rlmismatch.commands import options
 from rlmismatch.commands.terminal import TerminalProgress
 from rlmismatch.engines.launch import Controller, Node, World, follow
 from rlmismatch.errors import EngineError, RlmismatchError, UsageError
-from rlmismatch.exitcodes import ExitCode
 from rlmismatch.settings import Settings
 
 

@@ -87,8 +87,7 @@ class OracleEngine:
 
         return {
             "engine": "transformers",
-            "version": transformers.__version__,
-            "torch": torch.__version__,
+            "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
             "model_class": type(self._exact).__name__,
             "device": self.config.device,
             "oracle_dtype": str(next(self._exact.parameters()).dtype).removeprefix("torch."),

@@ -111,7 +111,10 @@ class ArmResult:
 
 
 class Engine(Protocol):
-    """One engine on one rank, built as ``EngineClass(config, rank=, local_rank=)``. Every method is collective: all ranks of the side call it in the same order."""
+    """One engine on one rank, built as ``EngineClass(config, rank=, local_rank=)``.
+
+    Every method is collective: all ranks of the side call it in the same order.
+    """
 
     def load(self) -> None:
         """Load the checkpoint. torch.distributed is already initialised with the side's ranks."""

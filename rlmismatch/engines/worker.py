@@ -291,9 +291,11 @@ class _Session:
             raise UsageError("nothing-to-score", "no sequence was given to score")
         for data in request["arms"]:
             arm = Arm.from_json(data)
-            result = self.engine.run(arm, self.sequences)
+            # The boundary probe keeps one sequence's outputs; the other sequences would only cost time.
+            sequences = self.sequences[:1] if arm.probe == "boundary" else self.sequences
+            result = self.engine.run(arm, sequences)
             if self._writes:
-                capture.write_arm(Path(self.worker.run), self.worker.config.side, result, self.sequences)
+                capture.write_arm(Path(self.worker.run), self.worker.config.side, result, sequences)
             yield {"progress": {"arm": arm.id, "seconds": result.seconds}}
         yield {"done": {}}
 

@@ -130,14 +130,15 @@ def test_waiving_unequal_tp_does_not_hide_another_dtype_of_the_sum() -> None:
     assert "gemm.forward_reduce:acc_dtype" not in axes.implied_waivers((TP,), *sums)
 
 
-def test_sequence_parallelism_of_one_side_is_waived_only_where_the_other_has_none_at_all() -> None:
-    key = "gemm.runtime_flags:sequence_parallel"
-    on, off = ({"gemm.runtime_flags": {"sequence_parallel": read(v, "config")}} for v in (True, False))
-    none = {"gemm.runtime_flags": {"sequence_parallel": not_applicable("no sequence parallelism in the rollout")}}
-    assert axes.implied_waivers((), on, none) == {key}
-    assert axes.implied_waivers((), on, off) == frozenset()
-    assert axes.implied_waivers((), on, {}) == frozenset(), "unknown is not absent"
-    assert axes.implied_waivers((), {}, none) == frozenset(), "nor can an unknown value be waived unseen"
+def test_sequence_parallelism_is_the_trainers_alone_and_must_be_known_there() -> None:
+    key = "sequence_parallel"
+    fields = {"gemm.runtime_flags": tuple(f for f in axes.by_id("gemm.runtime_flags").fields if f.name == key)}
+    none = {"gemm.runtime_flags": {key: not_applicable("no sequence parallelism in the rollout")}}
+    for on in (True, False):
+        (compared,) = contract.compare({"gemm.runtime_flags": {key: read(on, "config")}}, none, fields)
+        assert compared.fails is None
+    (compared,) = contract.compare({}, none, fields)
+    assert compared.fails is contract.Tier.IDENTICAL
 
 
 def test_built_axes_are_what_is_compared() -> None:
