@@ -188,7 +188,10 @@ class MegatronEngine:
     def _settings(self, arm: Arm) -> tuple[LossSettings, dict[str, dict[str, Any]]]:
         """The native loss's settings under `arm`, and what became of each knob that was asked for."""
         settings, knobs = self.native_settings, {}
-        for knob, value in {**self.config.knobs, **arm.settings}.items():
+        asked = {**self.config.knobs, **arm.settings}
+        for knob, value in asked.items():
+            if "." not in knob:
+                continue  # a fact for the worker, such as the BOS id; knobs are named family.name
             if knob != _REDUCE_KNOB or value not in REDUCES:
                 known = f"{_REDUCE_KNOB}: {', '.join(REDUCES)}"
                 knobs[knob] = _outcome(value, None, "unsupported", f"the trainer has {known}")

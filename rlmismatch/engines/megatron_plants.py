@@ -93,7 +93,7 @@ def _untied_head(site: Site) -> Sequence[Patch]:
 
 def _eps(site: Site) -> Sequence[Patch]:
     for norm in layer_norms(site.gpt):
-        norm.eps = 10 * site.model.rms_eps
+        norm.eps = float(f"{10 * site.model.rms_eps:.6g}")
     return ()
 
 

@@ -171,8 +171,8 @@ def _rope(engine: MegatronEngine) -> Fields:
     scaling = read(spec.scaling, "rotary_pos_emb.inv_freq, seq_len_interpolation_factor")
     theta = read(float(spec.theta), "rotary_pos_emb.inv_freq")
     if not torch.equal(live, spec.inv_freq(width)):
-        # 1 / inv_freq[1] = theta ** (2 / width) where nothing scales the frequencies.
-        fitted = float(live.double()[1] ** (-width / 2)) if width > 2 else float("nan")
+        # 1 / inv_freq[1] = theta ** (2 / width): no scaling rule touches so high a frequency.
+        fitted = float(rotary.inv_freq.cpu().double()[1] ** (-width / 2)) if width > 2 else float("nan")
         theta = read(float(f"{fitted:.6g}"), "fitted to rotary_pos_emb.inv_freq, which is not the checkpoint's")
     return {
         "theta": theta,
