@@ -89,6 +89,7 @@ def _launch(q_THD, k_NBHD, v_NBHD, table_SN, bounds: list[int], lengths: list[in
             BLOCK_M=block_m,
             num_warps=warps,
             num_stages=stages,
+            enable_fp_fusion=q_THD.dtype == torch.float32,  # a float32 dot is a chain of fused multiply-adds
         )
     return out_THD.to(q_THD.dtype), lse_HT
 
@@ -98,10 +99,10 @@ def _tile(rows: int, group: int, element_size: int, head_dim: int) -> tuple[int,
     smallest = max(16, triton.next_power_of_2(group))
     if INTERPRETED.value:
         return max(64, smallest), 4, 1
-    if rows <= 16:
+    if rows <= 16 or element_size == 4:  # a float32 dot takes the FMA units, where larger tiles spill
         return smallest, 4, 2
-    if rows <= 64 or element_size == 4 or head_dim > 128:
-        return max(64, smallest), 4, 2 if element_size * head_dim <= 256 else 1
+    if rows <= 64 or head_dim > 128:
+        return max(64, smallest), 4, 2 if head_dim <= 128 else 1
     return max(128, smallest), 8, 2
 
 

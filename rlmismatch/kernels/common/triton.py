@@ -1,5 +1,7 @@
 """Float32 building blocks of the Triton kernels, each correct to the last place or nearly so, on the GPU and in the interpreter.
 
+Every kernel is launched with `enable_fp_fusion` stated: whether a * b + c is one rounding or two must not follow a compiler's default.
+
 Triton's own exp is the hardware's approximation of 2^x behind a rounded product with log2(e); libdevice's is not.
 
 The interpreter (TRITON_INTERPRET=1) multiplies the bit patterns of bfloat16 operands in `tl.dot` and truncates where it should round to

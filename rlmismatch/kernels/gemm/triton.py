@@ -1,4 +1,4 @@
-"""Triton kernel of `gemm`. A tile is chosen by M alone and moves no bit: see `_Tile`."""
+"""Triton kernels of `gemm`. A tile is chosen by M alone and moves no bit: see `_Tile`."""
 
 from typing import NamedTuple
 
@@ -39,41 +39,44 @@ _TILES = {
     ),
 }
 _GROUP_M = 8  # row tiles that share one column tile's weights in L2
+_JOIN_BLOCK = 65536 if INTERPRETED.value else 1024
 
 
 def linear(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, *, out_dtype: torch.dtype) -> torch.Tensor:
     """[..., N] in `out_dtype`."""
-    return _launch(x_MK, weight_NK, bias_N, chunks=1, out_dtype=out_dtype)
+    if out_dtype == torch.float64:
+        raise ValueError("the Triton kernel accumulates in float32; float64 is the reference's")
+    return _chunks(x_MK, weight_NK, bias_N, chunks=1, out_dtype=out_dtype)[0]
 
 
 def row_partial(x_MK: torch.Tensor, weight_NK: torch.Tensor, *, chunks: int) -> torch.Tensor:
     """Float32 [..., N], unrounded."""
-    return _launch(x_MK, weight_NK, None, chunks=chunks, out_dtype=torch.float32)
+    parts = _chunks(x_MK, weight_NK, None, chunks=chunks, out_dtype=torch.float32)
+    if chunks == 1 or parts.numel() == 0:
+        return parts[0]
+    out = torch.empty(parts.shape[1:], dtype=torch.float32, device=parts.device)
+    _join_kernel[(triton.cdiv(out.numel(), _JOIN_BLOCK),)](parts, out, out.numel(), CHUNKS=chunks, BLOCK=_JOIN_BLOCK)
+    return out
 
 
-def _launch(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, *, chunks: int, out_dtype: torch.dtype) -> torch.Tensor:
-    if out_dtype == torch.float64:
-        raise ValueError("the Triton kernel accumulates in float32; float64 is the reference's")
+def _chunks(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, *, chunks: int, out_dtype: torch.dtype) -> torch.Tensor:
+    """The products of `chunks` equal pieces of K, each rounded once to `out_dtype`: [chunks, ..., N]."""
     N, K = weight_NK.shape
     x_MK, w_NK = widen(x.reshape(-1, K)), widen(weight_NK)
     M = x_MK.shape[0]
-    out_MN = torch.empty((M, N), dtype=storage(out_dtype), device=x.device)
+    out_CMN = torch.empty((chunks, M, N), dtype=storage(out_dtype), device=x.device)
     if M:
         tile = _INTERPRETER if INTERPRETED.value else next(t for most, t in _TILES[x.element_size()] if most is None or most >= M)
-        grid = (triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n),)
-        _gemm_kernel[grid](
+        _chunk_kernel[(triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n), chunks)](
             x_MK,
             w_NK,
-            out_MN if bias_N is None else bias_N.float(),
-            out_MN,
+            out_CMN if bias_N is None else bias_N.float(),
+            out_CMN,
             M,
             N,
-            x_MK.stride(0),
-            x_MK.stride(1),
-            w_NK.stride(0),
-            w_NK.stride(1),
+            *x_MK.stride(),
+            *w_NK.stride(),
             WIDTH=K // chunks,
-            CHUNKS=chunks,
             HAS_BIAS=bias_N is not None,
             BLOCK_M=tile.m,
             BLOCK_N=tile.n,
@@ -81,12 +84,13 @@ def _launch(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | Non
             GROUP_M=_GROUP_M,
             num_warps=tile.warps,
             num_stages=tile.stages,
+            enable_fp_fusion=True,  # a float32 dot is a chain of fused multiply-adds
         )
-    return out_MN.to(out_dtype).view(*x.shape[:-1], N)
+    return out_CMN.to(out_dtype).view(chunks, *x.shape[:-1], N)
 
 
 @triton.jit
-def _gemm_kernel(
+def _chunk_kernel(
     x_ptr,
     w_ptr,
     bias_ptr,
@@ -98,14 +102,13 @@ def _gemm_kernel(
     stride_wn,
     stride_wk,
     WIDTH: tl.constexpr,
-    CHUNKS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """Order: each chunk of WIDTH from zero over ascending k; the chunks by the pairwise tree ((0+1)+(2+3))+..; + bias; one rounding."""
+    """Order: from zero over the WIDTH columns of one chunk, ascending; then the bias; one rounding. Programs (tile, chunk)."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     program = tl.program_id(0)
@@ -113,43 +116,14 @@ def _gemm_kernel(
     group_m = tl.minimum(tiles_m - first_m, GROUP_M)
     tile_m = first_m + program % (GROUP_M * tiles_n) % group_m
     tile_n = program % (GROUP_M * tiles_n) // group_m
+    chunk = tl.program_id(1)
 
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Rows and columns beyond the edge repeat the last one and are never stored, which spares the loads a mask.
-    x_ptr += tl.minimum(m, M - 1).to(tl.int64)[:, None] * stride_xm
-    w_ptr += tl.minimum(n, N - 1).to(tl.int64)[None, :] * stride_wn
-
-    acc = _tree(x_ptr, w_ptr, 0, stride_xk, stride_wk, WIDTH, CHUNKS, BLOCK_M, BLOCK_N, BLOCK_K)
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0)[None, :]
-    out = out_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
-
-
-@triton.jit
-def _tree(
-    x_ptr, w_ptr, first, stride_xk, stride_wk, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """The pairwise tree over chunks first .. first + CHUNKS - 1, depth first: at most log2(CHUNKS) + 1 accumulators are alive."""
-    if CHUNKS == 1:
-        acc = _chunk(x_ptr, w_ptr, first * WIDTH, stride_xk, stride_wk, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K)
-    else:
-        left = _tree(x_ptr, w_ptr, first, stride_xk, stride_wk, WIDTH, CHUNKS // 2, BLOCK_M, BLOCK_N, BLOCK_K)
-        right = _tree(x_ptr, w_ptr, first + CHUNKS // 2, stride_xk, stride_wk, WIDTH, CHUNKS // 2, BLOCK_M, BLOCK_N, BLOCK_K)
-        acc = left + right
-    return acc
-
-
-@triton.jit
-def _chunk(
-    x_ptr, w_ptr, first_k, stride_xk, stride_wk, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """Order: ascending k from zero. Products of columns first_k .. first_k + WIDTH - 1; what is behind WIDTH counts as zero."""
     k = tl.arange(0, BLOCK_K)
-    x_ptrs = x_ptr + (first_k + k)[None, :] * stride_xk
-    w_ptrs = w_ptr + (first_k + k)[:, None] * stride_wk
+    # Rows and columns beyond the edge repeat the last one and are never stored, which spares the loads a mask.
+    x_ptrs = x_ptr + tl.minimum(m, M - 1).to(tl.int64)[:, None] * stride_xm + (chunk * WIDTH + k)[None, :] * stride_xk
+    w_ptrs = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[None, :] * stride_wn + (chunk * WIDTH + k)[:, None] * stride_wk
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for done in range(0, WIDTH, BLOCK_K):
         if WIDTH % BLOCK_K == 0:
@@ -161,4 +135,27 @@ def _chunk(
         acc = tl.dot(x, w, acc, input_precision="ieee")
         x_ptrs += BLOCK_K * stride_xk
         w_ptrs += BLOCK_K * stride_wk
-    return acc
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0)[None, :]
+    out_ptrs = out_ptr + (chunk.to(tl.int64) * M + m)[:, None] * N + n[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def _join_kernel(part_ptr, out_ptr, count, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Order: the pairwise tree over chunks, ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) for eight of them."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = _subtree(part_ptr + i, i < count, tl.cast(count, tl.int64), CHUNKS)
+    tl.store(out_ptr + i, total, mask=i < count)
+
+
+@triton.jit
+def _subtree(part_ptrs, mask, stride, CHUNKS: tl.constexpr):
+    """Order: the pairwise tree over the CHUNKS (a power of two) parts that lie `stride` apart from `part_ptrs` on."""
+    if CHUNKS == 1:
+        total = tl.load(part_ptrs, mask=mask, other=0.0)
+    else:
+        left = _subtree(part_ptrs, mask, stride, CHUNKS // 2)
+        right = _subtree(part_ptrs + CHUNKS // 2 * stride, mask, stride, CHUNKS // 2)
+        total = left + right
+    return total

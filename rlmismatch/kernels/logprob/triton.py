@@ -33,6 +33,7 @@ def tiles(logits_TV: torch.Tensor, *, columns: int, temperature: float) -> tuple
             WIDTH=WIDTH,
             BLOCK_T=_TILE_ROWS,
             BLOCK_J=_TILES,
+            enable_fp_fusion=False,
         )
     return max_TJ, sumexp_TJ
 
@@ -43,7 +44,9 @@ def gather(logits_TV: torch.Tensor, local_T: torch.Tensor, owns_T: torch.Tensor,
     rows = logits_TV.shape[0]
     if rows:
         logits = widen(logits_TV)
-        _gather_kernel[(triton.cdiv(rows, 128),)](logits, local_T, owns_T, target_T, rows, *logits.stride(), temperature, BLOCK_T=128)
+        _gather_kernel[(triton.cdiv(rows, 128),)](
+            logits, local_T, owns_T, target_T, rows, *logits.stride(), temperature, BLOCK_T=128, enable_fp_fusion=False
+        )
     return target_T
 
 
@@ -54,7 +57,15 @@ def normaliser(max_TJ: torch.Tensor, sumexp_TJ: torch.Tensor) -> tuple[torch.Ten
     if rows:
         lanes = min(_FOLD_LANES, triton.next_power_of_2(count))
         _fold_kernel[(triton.cdiv(rows, _FOLD_ROWS),)](
-            max_TJ.contiguous(), sumexp_TJ.contiguous(), max_T, logsum_T, rows, COUNT=count, LANES=lanes, BLOCK_T=_FOLD_ROWS
+            max_TJ.contiguous(),
+            sumexp_TJ.contiguous(),
+            max_T,
+            logsum_T,
+            rows,
+            COUNT=count,
+            LANES=lanes,
+            BLOCK_T=_FOLD_ROWS,
+            enable_fp_fusion=False,
         )
     return max_T, logsum_T
 
@@ -72,7 +83,17 @@ def log_softmax(logits_TV: torch.Tensor, max_T: torch.Tensor, logsum_T: torch.Te
         logits = widen(logits_TV)
         grid = (triton.cdiv(rows, _OUT_ROWS), triton.cdiv(columns, _OUT_COLUMNS))
         _log_softmax_kernel[grid](
-            logits, max_T, logsum_T, logp_TV, rows, columns, *logits.stride(), temperature, BLOCK_T=_OUT_ROWS, BLOCK_V=_OUT_COLUMNS
+            logits,
+            max_T,
+            logsum_T,
+            logp_TV,
+            rows,
+            columns,
+            *logits.stride(),
+            temperature,
+            BLOCK_T=_OUT_ROWS,
+            BLOCK_V=_OUT_COLUMNS,
+            enable_fp_fusion=False,
         )
     return logp_TV
 
@@ -127,11 +148,11 @@ def _fold_kernel(max_ptr, sumexp_ptr, out_max_ptr, logsum_ptr, rows, COUNT: tl.c
     lane = tl.arange(0, LANES)
     # Rows beyond the edge repeat the last one and are never stored.
     base = tl.minimum(t, rows - 1).to(tl.int64)[:, None] * COUNT
-    largest = tl.full((BLOCK_T,), -float("inf"), dtype=tl.float32)
+    lane_max = tl.full((BLOCK_T, LANES), -float("inf"), dtype=tl.float32)
     for first in range(0, COUNT, LANES):
         j = first + lane
-        mask = (j < COUNT)[None, :]
-        largest = tl.maximum(largest, tl.max(tl.load(max_ptr + base + j[None, :], mask=mask, other=-float("inf")), axis=1))
+        lane_max = tl.maximum(lane_max, tl.load(max_ptr + base + j[None, :], mask=(j < COUNT)[None, :], other=-float("inf")))
+    largest = tl.max(lane_max, axis=1)
     total = tl.zeros((BLOCK_T, LANES), dtype=tl.float32)
     for first in range(0, COUNT, LANES):
         j = first + lane

@@ -45,6 +45,7 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
             dtype=TL_DTYPE[x.dtype],
             BLOCK_R=block_rows,
             BLOCK_N=block,
+            enable_fp_fusion=False,
             num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16,
         )
     return y_RN.to(x.dtype).view(x.shape), total_RN.to(x.dtype).view(x.shape)

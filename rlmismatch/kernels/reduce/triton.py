@@ -23,7 +23,7 @@ def fold(partials: Sequence[torch.Tensor], *, out_dtype: torch.dtype) -> torch.T
 def _add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     out = torch.empty(a.shape, dtype=torch.float32, device=a.device)
     if out.numel():
-        _add_kernel[(triton.cdiv(out.numel(), _BLOCK),)](a, b, out, out.numel(), BLOCK=_BLOCK)
+        _add_kernel[(triton.cdiv(out.numel(), _BLOCK),)](a, b, out, out.numel(), BLOCK=_BLOCK, enable_fp_fusion=False)
     return out
 
 

@@ -31,6 +31,7 @@ def rotary(x_THD: torch.Tensor, positions_T: torch.Tensor, inv_freq: torch.Tenso
             HALF=half,
             BLOCK_R=_ROWS,
             BLOCK_F=triton.next_power_of_2(half),
+            enable_fp_fusion=False,
         )
     return out_THD.to(x_THD.dtype)
 

@@ -17,7 +17,17 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     out_RI = torch.empty(gate_RI.shape, dtype=storage(gate.dtype), device=gate.device)
     if out_RI.numel():
         grid = (triton.cdiv(gate_RI.shape[0], _BLOCK_R), triton.cdiv(width, _BLOCK_I))
-        _swiglu_kernel[grid](gate_RI, up_RI, out_RI, *gate_RI.shape, *gate_RI.stride(), *up_RI.stride(), BLOCK_R=_BLOCK_R, BLOCK_I=_BLOCK_I)
+        _swiglu_kernel[grid](
+            gate_RI,
+            up_RI,
+            out_RI,
+            *gate_RI.shape,
+            *gate_RI.stride(),
+            *up_RI.stride(),
+            BLOCK_R=_BLOCK_R,
+            BLOCK_I=_BLOCK_I,
+            enable_fp_fusion=False,
+        )
     return out_RI.to(gate.dtype).view(gate.shape)
 
 
