@@ -133,14 +133,16 @@ def _axis_row(axis: Axis, evidence: Evidence, book: ScoreBook, *, void: bool) ->
     alone = book.pinned(axis.ratio, base | pins)
     last = book.pinned(axis.ratio, ALL - pins)
     if alone is None and last is None:
-        return row("not run", _why_not_run(evidence), local=local(axis, book).largest)
+        return row("not run", _why_not_run(axis, evidence), local=local(axis, book).largest)
     rest = everything.mean_abs if everything and everything.mean_abs is not None else 0.0
     brought = None if last is None or last.mean_abs is None else last.mean_abs - rest
     return row("measured", local=local(axis, book).largest, alone=alone.mean_abs if alone else None, last=brought)
 
 
-def _why_not_run(evidence: Evidence) -> str:
-    return "needs --attribute" if evidence.settings.command == "probe" else "no arm was run"
+def _why_not_run(axis: Axis, evidence: Evidence) -> str:
+    if evidence.settings.command != "probe":
+        return "no arm was run"
+    return "needs --attribute" if axis.ratio == "trainer/prefill" else f"needs `rlmismatch {axis.family}`"
 
 
 def _contract_word(fields: Sequence[FieldComparison]) -> str:

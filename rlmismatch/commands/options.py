@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -147,6 +148,7 @@ def options(*groups: list[Any]) -> Callable[[Callable[..., Any]], Callable[..., 
     return decorate
 
 
+PLANTED_TEMPERATURE = 0.7  # at 1 a side has no temperature to leave out
 SHARED = (_INPUT, _SIDES, _JUDGE, OUTPUT)
 
 
@@ -167,9 +169,11 @@ def settings_of(
         axes.by_id(axis)
     for key in (*settings.waive, *(key for side in parse_declarations(settings.declare).values() for key in side)):
         axes.field_by_key(key)
-    for text in settings.plant:
-        plant, side_name = split_plant(text)
+    planted = [split_plant(text) for text in settings.plant]
+    for plant, side_name in planted:
         axes.plant(plant, side_name)
+    if settings.temperature == 1.0 and any(plant == "temperature_not_applied" for plant, _ in planted):
+        settings = dataclasses.replace(settings, temperature=PLANTED_TEMPERATURE)
     return settings
 
 
