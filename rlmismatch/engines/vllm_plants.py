@@ -63,6 +63,7 @@ def _untied_head(live: LiveModel, config: SideConfig) -> Sequence[Patch]:
     head = live.model.lm_head
     own = copy.copy(head)  # tied, the head may be the embedding module itself
     own._parameters = {**head._parameters, "weight": torch.nn.Parameter(head.weight.data * 1.01, requires_grad=False)}
+    own.quant_method.process_weights_after_loading(own)  # the CPU's packed copy
     live.model.lm_head = own
     return ()
 

@@ -20,9 +20,9 @@ def digests(live: LiveModel, model: ModelConfig) -> dict[str, str]:
 
 
 def is_tied(live: LiveModel) -> bool:
-    """Whether the live head computes with the embedding's own memory."""
-    head, embedding = live.model.lm_head.weight, live.model.model.embed_tokens.weight
-    return bool(head.data_ptr() == embedding.data_ptr())
+    """Whether the live head is the embedding's own memory and computes with what stands there."""
+    head, embedding = live.model.lm_head, live.model.model.embed_tokens
+    return head.weight.data_ptr() == embedding.weight.data_ptr() and torch.equal(live.weight(head), embedding.weight)
 
 
 def tensors(live: LiveModel, model: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
@@ -46,7 +46,7 @@ def tensors(live: LiveModel, model: ModelConfig) -> Iterator[tuple[str, torch.Te
         yield f"{name}.mlp.down_proj.weight", torch.cat(live.gather(live.weight(mlp.down_proj)), dim=1)
     yield "model.norm.weight", _replicated(live, live.model.model.norm.weight)
     if not (model.tied and is_tied(live)):
-        yield "lm_head.weight", _vocabulary(live, live.model.lm_head.weight, model)
+        yield "lm_head.weight", _vocabulary(live, live.weight(live.model.lm_head), model)
 
 
 def _qkv(live: LiveModel, attn: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:

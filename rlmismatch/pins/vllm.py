@@ -319,7 +319,7 @@ class VllmPins:
                 boundary = _SAMPLED_ROW if switch.probe == "boundary" and calls == 0 else "lm_head"
                 calls += 1
                 out_dtype = dtype or x_TH.dtype
-                x, weight = x_TH.to(out_dtype), lm_head.weight.to(out_dtype)
+                x, weight = x_TH.to(out_dtype), live.weight(lm_head).to(out_dtype)
                 return switch.run(
                     "head_gemm",
                     native=lambda: native(lm_head, x_TH, bias),

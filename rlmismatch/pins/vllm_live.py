@@ -47,8 +47,8 @@ class LiveModel:
         return self.rank % self.kv_copies == 0
 
     def weight(self, linear: Any) -> torch.Tensor:
-        """The rank's weight [N, K] of a linear layer, as it computes: also where the CPU backend keeps a packed form only."""
-        if linear.weight.numel():
+        """The rank's weight [N, K] that a linear layer computes with: on the CPU that is a packed copy, with or without a `weight` beside it."""
+        if not hasattr(linear, "cpu_linear"):
             weight: torch.Tensor = linear.weight.detach()
             return weight
         if id(linear) not in self._weights:
