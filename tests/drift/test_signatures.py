@@ -49,6 +49,24 @@ def test_logits_rounded_to_bf16_give_no_hint(seed):
     assert hints(selected(rounded, token), b) == ()
 
 
+def flat_hints(delta_N, *, length):
+    """Hints of deltas over sequences of `length` tokens, with log-probs that have no pattern."""
+    rows = np.asarray(delta_N, dtype=np.float64).reshape(-1, length)
+    sequences = [Sequence(id=f"s{i}", prompt_ids=(1,), response_ids=tuple(range(length))) for i in range(len(rows))]
+    b = {s.id: -1.0 - np.random.default_rng(i).random(length) for i, s in enumerate(sequences)}
+    return signatures(align({s.id: b[s.id] + row for s, row in zip(sequences, rows, strict=True)}, b, sequences))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_few_noisy_tokens_give_no_hint(seed):
+    assert flat_hints(np.random.default_rng(seed).standard_normal(18) * 0.02, length=18) == ()
+
+
+def test_a_sure_but_small_bias_beside_large_noise_gives_no_hint():
+    delta_N = np.random.default_rng(0).standard_normal(20_000) * 0.02 + 0.002  # 14 standard errors, an eighth of mean |delta|
+    assert flat_hints(delta_N, length=2000) == ()
+
+
 def test_equal_scores_and_few_tokens_give_no_hint():
     b, _, _ = logprobs(0)
     assert hints(b, b) == ()
@@ -88,12 +106,27 @@ def test_a_temperature_on_one_side_is_a_bias_that_points_at_the_transform_chain(
     assert (hint.name, hint.axis) == ("one_signed_bias", "logprob.transform_chain")
 
 
+def test_a_one_signed_scaling_is_no_offset_but_a_transform():
+    b, _, _ = logprobs(4)
+    (hint,) = hints(b * 1.05, b)
+    assert (hint.name, hint.axis) == ("one_signed_bias", "logprob.transform_chain")
+
+
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_shifted_by_one(shift):
     b, _, _ = logprobs(5)
     a = np.roll(b, -shift, axis=1) + noise(5)
     hint = hints(a, b)[0]
     assert (hint.name, hint.axis, hint.numbers["shift"]) == ("shifted_by_one", "logprob.selected_gather", shift)
+    assert ("one token later" if shift > 0 else "one token earlier") in hint.says
+
+
+def test_a_shift_is_looked_for_inside_sequences_only():
+    sequences = [Sequence(id=f"s{i}", prompt_ids=(1,), response_ids=(2, 3)) for i in range(20)]
+    a = {s.id: torch.tensor([-5.0, -9.0], dtype=torch.float64) for s in sequences}
+    b = {s.id: torch.tensor([-1.0, -5.0], dtype=torch.float64) for s in sequences}
+    hint = signatures(align(a, b, sequences))[0]
+    assert (hint.name, hint.numbers["mean_abs_shifted_nats"]) == ("shifted_by_one", 0.0)
 
 
 def test_logprob_zero_on_one_side_only():
@@ -125,6 +158,12 @@ def test_zero_before_a_position_then_not():
     assert (hint.name, hint.axis) == ("zero_before_position", "attention.provenance")
     assert hint.numbers["position"] == 16  # 12 in the response, after 4 prompt tokens
     assert hint.numbers["equal_before"] == 72
+
+
+def test_mostly_equal_tokens_after_a_position_are_no_window():
+    b, _, _ = logprobs(8)
+    late = (np.arange(R) >= 12) & (np.random.default_rng(8).random(b.shape) < 0.35)
+    assert hints(b + noise(8) * late, b) == ()
 
 
 def test_sparse_drift_is_no_window():

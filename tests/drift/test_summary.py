@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlmismatch.drift import against_oracle, align, summarise, ulp_distance
+from rlmismatch.drift import Drift, Invalid, against_oracle, align, summarise, ulp_distance
 from rlmismatch.tokens import Sequence
 
 
@@ -36,7 +36,12 @@ def test_metrics_are_their_formulas():
     assert drift.clip_share == 0.5
     weights = [math.exp(d) for d in deltas]
     assert drift.ess == pytest.approx(sum(weights) ** 2 / sum(w * w for w in weights) / n, rel=1e-14)
-    assert drift.tis_mean_weight == pytest.approx(sum(min(w, 2) for w in weights) / n, rel=1e-15)
+    assert drift.tis_mean_weight == sum(weights) / n
+
+
+def test_importance_weights_are_truncated_at_two():
+    drift = summarise(aligned_of([[math.log(3), math.log(1.5)]]))
+    assert drift.tis_mean_weight == pytest.approx((2 + 1.5) / 2, rel=1e-15)
 
 
 def test_kl_direction_is_the_rollout_from_the_trainer():
@@ -70,9 +75,10 @@ def test_bit_equal_scores_have_zero_drift_and_no_worst_token():
 
 
 def test_a_huge_delta_overflows_to_infinity_not_to_a_pass():
-    drift = summarise(aligned_of([[-800.0, 0.0]]), bootstrap=0)
-    assert drift.token_mult_prob_error == math.inf
-    assert drift.ess == pytest.approx(0.5)
+    for delta in (-800.0, 800.0):
+        drift = summarise(aligned_of([[delta, 0.0]]), bootstrap=0)
+        assert drift.token_mult_prob_error == math.inf
+        assert drift.ess == pytest.approx(0.5)
 
 
 def test_worst_tokens_name_prompt_position_token_and_context():
@@ -120,6 +126,18 @@ def test_an_outlier_sequence_is_named_by_robust_z():
     assert [s.sequence for s in drift.per_sequence if s.outlier] == ["s9"]
     assert drift.per_sequence[9].robust_z > 3.5
     assert all(s.robust_z is None for s in summarise(aligned_of(rows[:4])).per_sequence)
+
+
+def test_robust_z_is_in_normal_standard_deviations():
+    drift = summarise(aligned_of([[x] for x in (1.0, 2.0, 3.0, 4.0, 9.0)]))  # median 3, MAD 1
+    assert [s.robust_z for s in drift.per_sequence] == pytest.approx([(x - 3) / 1.4826 for x in (1, 2, 3, 4, 9)])
+    assert [s.outlier for s in drift.per_sequence] == [False] * 4 + [True]
+
+
+def test_a_drift_with_a_reason_is_not_valid_whatever_else_it_holds():
+    assert Drift(tokens=3, sequences=1, mean_abs=0.0).valid
+    assert not Drift(tokens=3, sequences=1, mean_abs=0.0, invalid=(Invalid(kind="not_finite", text="NaN"),)).valid
+    assert not Drift(tokens=0, sequences=1, mean_abs=0.0).valid
 
 
 def test_one_drifting_sequence_among_equal_ones_is_an_outlier():
