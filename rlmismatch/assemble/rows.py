@@ -28,14 +28,16 @@ def gates(evidence: Evidence) -> tuple[Gate, ...]:
     weights = evidence.weight_differences
     names = tuple(f"{name}: {why}" for name, why in weights.items())
     out = [
-        _gate("model.tokens", by_axis, compared=len(evidence.sequences)),
-        _gate("model.weights", by_axis, compared=len(evidence.run["checkpoint"]["digests"]), differing=names),
-        _gate("model.mode", by_axis, compared=None),
+        _gate("model.tokens", by_axis, unit="sequence", compared=len(evidence.sequences)),
+        _gate("model.weights", by_axis, unit="tensor", compared=len(evidence.run["checkpoint"]["digests"]), differing=names),
+        _gate("model.mode", by_axis, unit="setting", compared=None),
     ]
     return tuple(out)
 
 
-def _gate(axis: str, by_axis: dict[str, tuple[FieldComparison, ...]], *, compared: int | None, differing: tuple[str, ...] = ()) -> Gate:
+def _gate(
+    axis: str, by_axis: dict[str, tuple[FieldComparison, ...]], *, unit: str, compared: int | None, differing: tuple[str, ...] = ()
+) -> Gate:
     fields = by_axis.get(axis, ())
     failed = [c for c in fields if c.fails]
     unknown = any(c.outcome is Outcome.UNKNOWN for c in failed)
@@ -44,6 +46,7 @@ def _gate(axis: str, by_axis: dict[str, tuple[FieldComparison, ...]], *, compare
         name=axis,
         equal=equal,
         compared=compared if compared is not None else sum(c.outcome is Outcome.EQUAL for c in fields),
+        unit=unit,
         differing=differing or tuple(c.field for c in failed),
         note="; ".join(f"{c.field}: {c.trainer.source or c.rollout.source}" for c in failed if c.outcome is Outcome.UNKNOWN),
     )

@@ -10,6 +10,7 @@ from rlmismatch.report.cells import NATS, nats, numeric, unequal
 from rlmismatch.report.model import AttributionInfo, AxisRow, Player, Report
 from rlmismatch.report.numbers import NOT_MEASURED, number, percent, plural
 
+DIVERGING_SHOWN: Final = 6
 ALONE_LAST: Final = "alone: drift left when only this is pinned; last: drift that comes back when only this is released"
 # How the groups of axes without numbers are headed, in order.
 GROUPS: Final = ("differs", "unknown", "pinned", "equal", "contract only", "structural zero", "not run", "not built")
@@ -29,14 +30,14 @@ def attribution(a: AttributionInfo, verbose: bool) -> Section:
     if a.zero_set:
         pairs.append(("zero set", cell(f"{', '.join(a.zero_set)}   (bring back exactly nothing)")))
     pairs.append(("remainder", Cell(text=_remainder(a), style="good" if a.remainder_mean_abs == 0 else "warn")))
+    if a.note:
+        pairs.append(("note", cell(a.note)))
     blocks: list[Block] = [Pairs(pairs=tuple(pairs))]
     shown = [p for p in a.players if verbose or p.role != "zero set"]
     if shown:
         blocks += [_players(shown), Lines(lines=(cell(ALONE_LAST, "dim"),))]
     if a.proof:
         blocks.append(_proof(a))
-    if a.note:
-        blocks.append(Lines(lines=(cell(a.note),)))
     return Section(title="Attribution", blocks=tuple(blocks), note=note)
 
 
@@ -76,7 +77,7 @@ def _share(p: Player) -> Cell:
         return cell(NOT_MEASURED, "dim")
     spread = ""
     if p.share_interval is not None:
-        spread = f" ({100 * p.share_interval.low:.0f}–{100 * p.share_interval.high:.0f})"
+        spread = f" ({round(100 * p.share_interval.low)}–{round(100 * p.share_interval.high)})"
     elif p.share_error is not None:
         spread = f" ± {100 * p.share_error:.1f}"
     return Cell(text=f"{percent(p.share):>6}{spread}", bar=min(1.0, max(0.0, p.share)))
@@ -122,8 +123,8 @@ def divergence(report: Report, verbose: bool) -> Section | None:
         numeric("trainer", "to float64"),
         numeric("rollout", "to float64"),
     )
-    first = next((i for i, r in enumerate(report.first_divergence) if r.first), None)
-    shown = report.first_divergence if verbose or first is None else report.first_divergence[max(0, first - 1) : first + 5]
+    diverging = [r for r in report.first_divergence if r.unequal]
+    shown = report.first_divergence if verbose else diverging[:DIVERGING_SHOWN]
     rows = tuple(
         (
             Cell(text=r.boundary + ("  ← first" if r.first else ""), style="bad" if r.first else ""),
@@ -135,10 +136,8 @@ def divergence(report: Report, verbose: bool) -> Section | None:
         )
         for r in shown
     )
-    note = "native ops on equal inputs, in the op's own unit"
-    if first is None:
-        note += "; no boundary diverges"
-    return Section(title="First divergence", note=note, blocks=(Table(columns=columns, rows=rows),))
+    note = f"native ops on equal inputs, in the op's own unit; {len(diverging)} of {len(report.first_divergence)} diverge"
+    return Section(title="First divergence", note=note, blocks=(Table(columns=columns, rows=rows),) if rows else ())
 
 
 def axes(report: Report) -> Section | None:
@@ -161,19 +160,20 @@ def axes(report: Report) -> Section | None:
             for a in measured
         )
         blocks += [Table(columns=columns, rows=rows), Lines(lines=(cell(ALONE_LAST, "dim"),))]
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    groups: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for a in report.axes:
         if a not in measured:
-            groups[a.status, a.why].append(a.axis)
-    ordered = sorted(groups, key=lambda key: GROUPS.index(key[0]) if key[0] in GROUPS else -1)
+            groups[a.status][a.why].append(a.axis)
+    ordered = sorted(groups, key=lambda status: GROUPS.index(status) if status in GROUPS else -1)
     if ordered:
-        blocks.append(Pairs(pairs=tuple((status, _group(status, why, groups[status, why])) for status, why in ordered)))
+        blocks.append(Pairs(pairs=tuple((status, _group(status, groups[status])) for status in ordered)))
     return Section(title="Axes", note=f"{len(measured)} of {len(report.axes)} have numbers in this run", blocks=tuple(blocks))
 
 
-def _group(status: str, why: str, names: list[str]) -> Cell:
+def _group(status: str, reasons: dict[str, list[str]]) -> Cell:
     styles: dict[str, Style] = {"differs": "bad", "unknown": "bad", "equal": ""}
-    return Cell(text=", ".join(names) + (f" ({why})" if why else ""), style=styles.get(status, "dim"))
+    text = "; ".join(", ".join(names) + (f" ({why})" if why else "") for why, names in reasons.items())
+    return Cell(text=text, style=styles.get(status, "dim"))
 
 
 def _contract_word(a: AxisRow) -> Cell:

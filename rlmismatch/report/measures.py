@@ -10,7 +10,7 @@ from rlmismatch.report import isolation
 from rlmismatch.report.blocks import Block, Cell, Column, Item, Items, Pairs, Section, Table, cell
 from rlmismatch.report.cells import NATS, nats, numeric, unequal
 from rlmismatch.report.model import Report
-from rlmismatch.report.numbers import NOT_MEASURED, count, number, of, percent, plural, printable, probability_ratio
+from rlmismatch.report.numbers import NOT_MEASURED, count, number, of, passing_limit, percent, plural, printable, probability_ratio
 
 WORST_SHOWN: Final = 5
 SPARKS: Final = "▁▂▃▄▅▆▇█"
@@ -65,8 +65,9 @@ def _limit(line: BudgetLine, x: float | None) -> str:
 def _would_pass(line: BudgetLine) -> str:
     if line.status == "not measured":
         return line.why
-    # All digits: this is meant to be copied into --budget.
-    return f"{line.limit.split(' ')[0]}={line.smallest_limit_that_passes!r}" if line.status == "over" else ""
+    if line.status == "within" or line.smallest_limit_that_passes is None:
+        return ""
+    return f"{line.limit.split(' ')[0]}={passing_limit(line.smallest_limit_that_passes, at_least=line.sense == 'at least')}"
 
 
 def _ratios(report: Report) -> Section | None:
@@ -126,7 +127,7 @@ def _headline_detail(report: Report, verbose: bool) -> Section | None:
         (f"KL({b}‖{a})", f"k1 {number(d.k1)}, k2 {number(d.k2)}, k3 {number(d.k3)} nats"),
         (
             "importance weights",
-            f"ESS {percent(d.ess)}, mean weight cut at 2 {number(d.tis_mean_weight)}, {percent(d.clip_share)} beyond ln 1.2",
+            f"ESS {percent(d.ess)}, mean weight {number(d.tis_mean_weight)} (cut at 2), {percent(d.clip_share)} of tokens beyond ln 1.2",
         ),
     ]
     if d.worst:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from typing import Any, Final
 
 NOT_MEASURED: Final = "—"
@@ -62,8 +64,19 @@ def plural(n: int, word: str) -> str:
     return f"{n:,} {word}" + ("" if n == 1 else "s")
 
 
+def passing_limit(x: float, *, at_least: bool = False, digits: int = 4) -> str:
+    """A short number that `x` is still within when it is given as a limit: rounded up, or down for a lower limit."""
+    if x == 0 or not math.isfinite(x):
+        return number(x)
+    rounding = ROUND_FLOOR if at_least else ROUND_CEILING
+    exact = Decimal(x)
+    return f"{float(exact.quantize(Decimal(1).scaleb(exact.adjusted() - digits + 1), rounding=rounding)):.{digits}g}"
+
+
 def value(x: Any, *, limit: int = 160) -> str:
-    """A JSON value on one line, all digits kept, cut to `limit` characters. Control characters are escaped."""
+    """A JSON value on one line, all digits kept, cut to `limit` characters. Control characters are escaped, a sha256 is cut to 12."""
+    if isinstance(x, str) and re.fullmatch(r"[0-9a-f]{64}", x):
+        return f"{x[:12]}…"
     text = x if isinstance(x, str) else "none" if x is None else json.dumps(x, ensure_ascii=False)
     return shorten(printable(text), limit) if text else '""'
 

@@ -28,7 +28,7 @@ OUTCOME_STYLES: Final[dict[Outcome, Style]] = {
     Outcome.CONTRADICTION: "bad",
     Outcome.WAIVED: "warn",
 }
-VOID: Final = "The two sides are not comparable: numbers are void and not shown. What was measured stays in report.json."
+VOID: Final = "The two sides are not comparable: numbers are void and not shown."
 
 
 def page(report: Report, *, verbose: bool = False, provenance: bool = False) -> Page:
@@ -61,7 +61,8 @@ def _plant_line(plant: str, side: str, what: str, expected: str) -> str:
 
 def _headline(report: Report) -> Headline:
     verdict = report.verdict
-    why = [_reason(r, verdict_style(verdict.exit_code)) for r in verdict.reasons]
+    hints = [r.hint for r in verdict.reasons]
+    why = [_reason(r, verdict_style(verdict.exit_code), new=r.hint not in hints[:i]) for i, r in enumerate(verdict.reasons)]
     if verdict.exit_code == 0:
         why.insert(0, Item(mark="good", head=_all_well(report)))
     if verdict.numbers_void:
@@ -69,13 +70,14 @@ def _headline(report: Report) -> Headline:
     return Headline(word=verdict.word, exit_code=verdict.exit_code, style=verdict_style(verdict.exit_code), why=tuple(why))
 
 
-def _reason(reason: Reason, style: Style) -> Item:
+def _reason(reason: Reason, style: Style, *, new: bool) -> Item:
+    """One reason; its hint unless another reason has given it already."""
     where = " ".join(filter(None, (reason.axis, f"({reason.tier})" if reason.tier else "")))
     return Item(
         mark="bad" if style == "bad" and reason.kind != "warning" else "warn",
         lead=where,
         head=reason.text,
-        details=(("→", reason.hint),) if reason.hint else (),
+        details=(("→", reason.hint),) if reason.hint and new else (),
     )
 
 
@@ -227,9 +229,7 @@ def _controls(report: Report, verbose: bool) -> Section | None:
     shown = [c for c in report.controls if verbose or not c.ok]
     items = tuple(Item(mark="good" if c.ok else "bad", head=c.name, tail=f"expected {c.expected}, got {c.got}") for c in shown)
     behaved = sum(c.ok for c in report.controls)
-    all_well = Lines(lines=(cell(", ".join(c.name for c in report.controls), "good"),))
-    blocks = (Items(items=items),) if items else (all_well,)
-    return Section(title="Controls", note=f"{behaved} of {len(report.controls)} behaved", blocks=blocks)
+    return Section(title="Controls", note=f"{behaved} of {len(report.controls)} behaved", blocks=(Items(items=items),) if items else ())
 
 
 def _provenance(report: Report) -> Section | None:

@@ -16,7 +16,7 @@ _INDENT: Final = "  "
 
 def render(content: Page, *, width: int = WIDTH) -> str:
     """The page as plain text, no colour, `width` columns wide at most."""
-    lines = [f"*** {line} ***" for line in content.banner]
+    lines = [line for banner in content.banner for line in _hanging("*** ", f"{banner} ***", width)]
     lines += _headline(content.headline, width)
     for section in content.sections:
         lines += ["", *_section(section, width)]

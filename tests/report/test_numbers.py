@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rlmismatch.report.numbers import count, number, of, percent, plural, printable, probability_ratio, value
+from rlmismatch.report.numbers import count, number, of, passing_limit, percent, plural, printable, probability_ratio, value
 
 
 @pytest.mark.parametrize(
@@ -76,3 +76,16 @@ def test_value_is_one_line_with_all_digits(x, text):
 
 def test_printable_escapes_what_moves_the_cursor():
     assert printable("é日\x1b[2J\n\u202e") == "é日\\x1b[2J\\n\\u202e"
+
+
+@pytest.mark.parametrize("x", [1.0911227707262, 3.721210496617667, 1e-7 / 3, 0.05, 1.0, 12345.678, 0.9999999])
+def test_a_limit_is_short_and_its_value_is_within(x):
+    upper, lower = passing_limit(x), passing_limit(x, at_least=True)
+    assert x <= float(upper) <= x * 1.001
+    assert x * 0.999 <= float(lower) <= x
+    assert max(len(upper), len(lower)) <= len("3.334e-08")
+
+
+def test_a_digest_is_cut_for_people():
+    assert value("a1" * 32) == "a1a1a1a1a1a1…"
+    assert value("a1" * 31) == "a1" * 31
