@@ -21,8 +21,10 @@ from rlmismatch.engines.protocol import Arm, ArmResult, SideConfig
 from rlmismatch.errors import UsageError
 from rlmismatch.pins.collectives import TpGroup
 from rlmismatch.pins.hooks import OpSwitch, Recorder, installed
-from rlmismatch.pins.megatron import TrainerOps, TrainerShape
+from rlmismatch.pins.megatron import TrainerOps
 from rlmismatch.pins.megatron_logprob import REDUCES, LossSettings, VocabShard
+from rlmismatch.pins.megatron_shape import TrainerShape
+from rlmismatch.pins.megatron_te import TransformerEngineOps
 from rlmismatch.pins.spec import PINS, boundary_names
 from rlmismatch.tokens import Prompt, Sequence
 
@@ -72,7 +74,7 @@ class MegatronEngine:
         site = megatron_plants.Site(gpt=self.gpt, config=config, model=self.model, shard=self.shard)
         patches = [patch for plant in self.plants.values() for patch in plant.apply(site)]
         self._standing.enter_context(installed(patches))
-        self.ops = TrainerOps(
+        self.ops = (TransformerEngineOps if config.trainer_spec == "te" else TrainerOps)(
             self.gpt,
             TrainerShape(
                 impl=config.impl,

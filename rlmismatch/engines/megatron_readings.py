@@ -138,8 +138,7 @@ def _attention_provenance(engine: MegatronEngine, rope: Fields) -> Fields:
     gpt = engine.gpt
     attention = gpt.decoder.layers[0].self_attention
     core, config = attention.core_attention, gpt.config
-    local = engine.config.trainer_spec == "local"
-    scale = core.softmax_scale if local else getattr(core, "softmax_scale", engine.model.head_dim**-0.5)
+    scale = _scores_module(engine, core).softmax_scale
     return {
         **_heads(engine),
         "dtype": read(dtype_of(attention.linear_qkv.weight), "linear_qkv.weight.dtype"),
@@ -155,7 +154,7 @@ def _attention_provenance(engine: MegatronEngine, rope: Fields) -> Fields:
         ),
         "cache_identity": by_table("cold", "models/gpt/gpt_model.py: no inference context, so no cache"),
         "requested_backend": read(config.attention_backend.name, "config.attention_backend"),
-        "actual_backend": read(type(core).__name__, "type(core_attention)"),
+        "actual_backend": megatron_trials.attention_backend(engine),
         "mode": read("eager", "config.cuda_graph_impl"),
         "fallback_reason": not_applicable("the spec names the class"),
     }
@@ -262,13 +261,17 @@ def _mode(engine: MegatronEngine) -> Fields:
     def in_force(probabilities: Iterable[float]) -> Any:
         return one_value(p if training else 0.0 for p in probabilities)
 
-    local = engine.config.trainer_spec == "local"
-    attention = [float(x.self_attention.core_attention.attention_dropout.p if local else x.config.attention_dropout) for x in layers]
+    attention = [float(_scores_module(engine, x.self_attention.core_attention).attention_dropout.p) for x in layers]
     return {
         "attention_dropout": read(in_force(attention), "core_attention.attention_dropout.p, if the modules are in train mode"),
         "hidden_dropout": read(in_force(float(x.hidden_dropout) for x in layers), "layer.hidden_dropout, if the modules are in train mode"),
         "training_flag": read(bool(training), "GPTModel.training"),
     }
+
+
+def _scores_module(engine: MegatronEngine, core: Any) -> Any:
+    """The module that holds softmax scale and dropout; TE keeps a copy of both in each of its backends."""
+    return core if engine.config.trainer_spec == "local" else core.unfused_attention
 
 
 def _heads(engine: MegatronEngine) -> Fields:

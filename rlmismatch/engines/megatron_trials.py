@@ -74,6 +74,18 @@ def head_dtype(engine: MegatronEngine) -> Reading:
     return read(str(logits.dtype).removeprefix("torch."), "trial: dtype of GPTModel's logits")
 
 
+def attention_backend(engine: MegatronEngine) -> Reading:
+    """The class that ran, and for TE, which chooses per shape, the backend that it chose for a forward over two tokens. Collective."""
+    core = engine.gpt.decoder.layers[0].self_attention.core_attention
+    if engine.config.trainer_spec == "local":
+        return read(type(core).__name__, "type(core_attention)")
+    engine.forward([0, 0], labels=None)
+    from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends as chosen
+
+    ran = [name for name in ("flash_attention", "fused_attention", "unfused_attention") if chosen[f"use_{name}"]]
+    return read(f"{type(core).__name__}: {', '.join(ran) or 'none'}", "trial: transformer_engine's choice for two tokens")
+
+
 def pad_rows(engine: MegatronEngine) -> Reading:
     """What the padded rows of the live head hold, over all ranks: ``zeros``, or their largest magnitude. Collective."""
     head = engine.gpt.embedding.word_embeddings if engine.live_tied else engine.gpt.output_layer

@@ -1,4 +1,7 @@
-"""The pins of Megatron-core (local spec): each names one operation of a live GPTModel and the kernel that stands in for it.
+"""The pins of Megatron-core: each names one operation of a live GPTModel and the kernel that stands in for it.
+
+This is the local spec; megatron_te.py has what the TE spec builds otherwise. One class and one file, because all hooks read the state
+of the forward that is under way (and so a little over 300 lines).
 
 Shapes, per rank: S sequence (padded to a multiple of TP under sequence parallelism; s = S / TP), B = 1 batch, T the real tokens,
 H hidden, Hq / Hkv heads, D head dim, I ffn, V vocabulary. Megatron's layout is sequence first: ``hidden_sBH``, ``query_SBHqD``.
@@ -10,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,37 +24,12 @@ from rlmismatch.kernels.norm import reference as norm_fp64
 from rlmismatch.kernels.reduce import reference as reduce_fp64
 from rlmismatch.kernels.rope import reference as rope_fp64
 from rlmismatch.kernels.swiglu import reference as swiglu_fp64
-from rlmismatch.pins.collectives import TpGroup
 from rlmismatch.pins.hooks import OpSwitch, Patch, Split
-from rlmismatch.pins.megatron_logprob import Impl, LossSettings, VocabShard, exact_logprob, merged_logprob, native_loss
+from rlmismatch.pins.megatron_logprob import LossSettings, VocabShard, exact_logprob, merged_logprob, native_loss
+from rlmismatch.pins.megatron_shape import TrainerShape
 
 Native = Callable[..., torch.Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerShape:
-    """What a hook must know of the run and of the model to read this rank's tensors in global coordinates."""
-
-    impl: Impl
-    sp: bool
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    eps: float
-    inv_freq: torch.Tensor  # float32 [D / 2], on the device
-    temperature: float
-
-    @property
-    def softmax_scale(self) -> float:
-        return float(self.head_dim**-0.5)
-
-    def qkv_columns(self, tp: TpGroup) -> dict[str, torch.Tensor]:
-        """q, k, v -> which columns of this rank's fused QKV output are its own; over the ranks they ascend by global head."""
-        per_group = self.num_heads // self.num_kv_heads + 2
-        width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim // tp.size
-        slot = (torch.arange(width, device=self.inv_freq.device) + tp.rank * width) // self.head_dim % per_group
-        masks = {"q": slot < per_group - 2, "k": slot == per_group - 2, "v": slot == per_group - 1}
-        return {name: mask.nonzero().squeeze(1) for name, mask in masks.items()}
+Parts = Mapping[str, torch.Tensor]
 
 
 class TrainerOps:
@@ -81,15 +58,16 @@ class TrainerOps:
         """The hooks that `switch` needs, and the loss's wherever `settings` differ from Megatron's own behaviour."""
         out: list[Patch] = []
         for i, layer in enumerate(self.gpt.decoder.layers):
-            here, attn = f"layers.{i}", layer.self_attention
+            here, attn, mlp = f"layers.{i}", layer.self_attention, layer.mlp
+            qkv_parts, gate_up_parts = functools.partial(self._qkv_parts, here), functools.partial(self._gate_up_parts, here)
             out += [
-                self._norm(switch, layer.input_layernorm, f"{here}.input_norm"),
-                self._column(switch, attn.linear_qkv, f"{here}.qkv", functools.partial(self._qkv_parts, here)),
+                *self._norm_and_column(switch, layer.input_layernorm, attn.linear_qkv, f"{here}.input_norm", f"{here}.qkv", qkv_parts),
                 self._attention(switch, attn.core_attention, f"{here}.attention"),
                 self._row(switch, attn.linear_proj, f"{here}.o_proj", i, activation=False),
-                self._norm(switch, layer.pre_mlp_layernorm, f"{here}.post_attention_norm"),
-                self._column(switch, layer.mlp.linear_fc1, f"{here}.gate_up", functools.partial(self._gate_up_parts, here), feeds=i),
-                self._row(switch, layer.mlp.linear_fc2, f"{here}.down_proj", i, activation=True),
+                *self._norm_and_column(
+                    switch, layer.pre_mlp_layernorm, mlp.linear_fc1, f"{here}.post_attention_norm", f"{here}.gate_up", gate_up_parts, i
+                ),
+                self._row(switch, mlp.linear_fc2, f"{here}.down_proj", i, activation=True),
             ]
             if self.gpt.config.qk_layernorm:
                 out += [
@@ -99,7 +77,7 @@ class TrainerOps:
         out += [
             self._rope(switch),
             self._norm(switch, self.gpt.decoder.final_layernorm, "final_norm"),
-            self._column(switch, self.gpt.output_layer, "lm_head", self._head_parts, pin="head_gemm"),
+            self._head(switch),
         ]
         loss = self._logprob(switch, settings)
         return switch.hooks(out) + (switch.hooks([loss]) if settings == LossSettings() else (loss,))
@@ -113,90 +91,102 @@ class TrainerOps:
         x_THD = x_SBHD[: self._tokens, 0]
         return x_THD if owns else x_THD[:, :0]
 
-    def _qkv_parts(self, here: str, y_SBN: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    def _qkv_parts(self, here: str, y_SBN: torch.Tensor) -> Parts:
         rows_TN = y_SBN[: self._tokens, 0]
         return {f"{here}.{name}_proj": rows_TN[:, columns] for name, columns in self._qkv_columns.items()}
 
-    def _gate_up_parts(self, here: str, y_SBN: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    def _gate_up_parts(self, here: str, y_SBN: torch.Tensor) -> Parts:
         gate_TI, up_TI = y_SBN[: self._tokens, 0].chunk(2, dim=-1)
         return {f"{here}.gate_proj": gate_TI, f"{here}.up_proj": up_TI}
 
-    def _head_parts(self, y_SBV: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    def _head_parts(self, y_SBV: torch.Tensor) -> Parts:
         return {"lm_head": y_SBV[: self._tokens, 0, : self.shard.real_width]}
 
     def _own_slice(self, x_SBH: torch.Tensor) -> torch.Tensor:
         return x_SBH.chunk(self.tp.size)[self.tp.rank].contiguous() if self.shape.sp else x_SBH
 
+    def _normed(
+        self, switch: OpSwitch, pin: str, native: Native, weight: torch.Tensor, parts: Callable[[torch.Tensor], Parts], split: Split
+    ) -> Native:
+        """x -> its RMSNorm over the last dim, as the arm says."""
+        eps, impl = self.shape.eps, self.shape.impl
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return switch.run(
+                pin,
+                native=lambda: native(x),
+                pinned=lambda: norm.rms_norm(x, weight, eps, impl=impl),
+                exact=lambda: norm_fp64.rms_norm(x, weight, eps, out_dtype=torch.float64),
+                parts=parts,
+                split=split,
+            )
+
+        return forward
+
     def _norm(self, switch: OpSwitch, module: Any, name: str) -> Patch:
         def make(native: Native) -> Native:
-            def forward(x_sBH: torch.Tensor) -> torch.Tensor:
-                return switch.run(
-                    "norm",
-                    native=lambda: native(x_sBH),
-                    pinned=lambda: norm.rms_norm(x_sBH, module.weight, self.shape.eps, impl=self.shape.impl),
-                    exact=lambda: norm_fp64.rms_norm(x_sBH, module.weight, self.shape.eps, out_dtype=torch.float64),
-                    parts=lambda y: {name: self._rows(y)},
-                    split=self._row_split,
-                )
-
-            return forward
+            return self._normed(switch, "norm", native, module.weight, lambda y: {name: self._rows(y)}, self._row_split)
 
         return Patch(target=module, name="forward", make=make, pins=("norm",), label=name)
 
     def _qk_norm(self, switch: OpSwitch, module: Any, name: str, *, owns: bool) -> Patch:
         def make(native: Native) -> Native:
-            def forward(x_SBHD: torch.Tensor) -> torch.Tensor:
-                x = x_SBHD.contiguous()
-                return switch.run(
-                    "qk_norm",
-                    native=lambda: native(x_SBHD),
-                    pinned=lambda: norm.rms_norm(x, module.weight, self.shape.eps, impl=self.shape.impl),
-                    exact=lambda: norm_fp64.rms_norm(x, module.weight, self.shape.eps, out_dtype=torch.float64),
-                    parts=lambda y: {name: self._heads(y, owns)},
-                    split="columns",
-                )
-
-            return forward
+            return self._normed(switch, "qk_norm", native, module.weight, lambda y: {name: self._heads(y, owns)}, "columns")
 
         return Patch(target=module, name="forward", make=make, pins=("qk_norm",), label=name)
 
-    def _column(
-        self,
-        switch: OpSwitch,
-        module: Any,
-        name: str,
-        parts: Callable[[torch.Tensor], Mapping[str, torch.Tensor]],
-        *,
-        pin: str = "gemm",
-        feeds: int | None = None,
-    ) -> Patch:
-        """A column-parallel GEMM. Under SP Megatron gathers the sequence inside the hooked call, so the pin gathers too.
+    def _multiplied(
+        self, switch: OpSwitch, pin: str, native: Native, parts: Callable[[torch.Tensor], Parts], feeds: int | None = None
+    ) -> Native:
+        """A column-parallel GEMM as the arm says, called as Megatron calls `_forward_impl`.
 
-        feeds: the layer whose activation reads this output; it is remembered for the activation's pin.
+        Under SP Megatron gathers the sequence inside that call, so the pin gathers too. feeds: the layer whose activation
+        reads this output; it is remembered for the activation's pin.
         """
 
+        def forward_impl(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **rest: Any) -> torch.Tensor:
+            @functools.cache
+            def whole_input() -> torch.Tensor:
+                return torch.cat(self.tp.gathered(input)) if rest["sequence_parallel"] else input
+
+            y_SBN = switch.run(
+                pin,
+                native=lambda: native(input=input, weight=weight, bias=bias, **rest),
+                pinned=lambda: _linear(gemm.linear, whole_input(), weight, bias, impl=self.shape.impl),
+                exact=lambda: _linear(gemm_fp64.linear, whole_input(), weight, bias, out_dtype=torch.float64),
+                parts=parts,
+                split="columns",
+            )
+            if feeds is not None:
+                self._gate_up_SBI2[feeds] = y_SBN
+            return y_SBN
+
+        return forward_impl
+
+    def _norm_and_column(
+        self,
+        switch: OpSwitch,
+        norm_module: Any,
+        linear: Any,
+        norm_name: str,
+        name: str,
+        parts: Callable[[torch.Tensor], Parts],
+        feeds: int | None = None,
+    ) -> list[Patch]:
+        """The layer norm and the column-parallel linear that it feeds: two modules here, one in the TE spec."""
+
         def make(native: Native) -> Native:
-            def forward_impl(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **rest: Any) -> torch.Tensor:
-                @functools.cache
-                def whole_input() -> torch.Tensor:
-                    return torch.cat(self.tp.gathered(input)) if rest["sequence_parallel"] else input
+            return self._multiplied(switch, "gemm", native, parts, feeds)
 
-                y_SBN = switch.run(
-                    pin,
-                    native=lambda: native(input=input, weight=weight, bias=bias, **rest),
-                    pinned=lambda: _linear(gemm.linear, whole_input(), weight, bias, impl=self.shape.impl),
-                    exact=lambda: _linear(gemm_fp64.linear, whole_input(), weight, bias, out_dtype=torch.float64),
-                    parts=parts,
-                    split="columns",
-                )
-                if feeds is not None:
-                    self._gate_up_SBI2[feeds] = y_SBN
-                return y_SBN
+        pins = ("gemm",) if feeds is None else ("gemm", "activation")
+        column = Patch(target=linear, name="_forward_impl", make=make, pins=pins, label=name)
+        return [self._norm(switch, norm_module, norm_name), column]
 
-            return forward_impl
+    def _head(self, switch: OpSwitch) -> Patch:
+        def make(native: Native) -> Native:
+            return self._multiplied(switch, "head_gemm", native, self._head_parts)
 
-        pins = (pin,) if feeds is None else (pin, "activation")
-        return Patch(target=module, name="_forward_impl", make=make, pins=pins, label=name)
+        return Patch(target=self.gpt.output_layer, name="_forward_impl", make=make, pins=("head_gemm",), label="lm_head")
 
     def _row(self, switch: OpSwitch, module: Any, name: str, layer: int, *, activation: bool) -> Patch:
         """A row-parallel GEMM and the sum behind it: one hook, because the unrounded partials must live to be summed.
@@ -247,12 +237,12 @@ class TrainerOps:
         choices: dict[tuple[bool, bool], Callable[[], torch.Tensor]] = {
             (False, False): lambda: native(x_SBK)[0],
             (True, False): pinned_gemm_native_sum,
-            (False, True): lambda: fold(native_row_partial(module, x_SBK)),
+            (False, True): lambda: fold(self._native_partial(module, x_SBK)),
             (True, True): lambda: fold(pinned_partial()),
         }
         if switch.probe == "local" and self.tp.size > 1:
             # The sum apart from the GEMM: both sums see the same native partials.
-            partial = native_row_partial(module, x_SBK)
+            partial = self._native_partial(module, x_SBK)
             switch.recorder.observe(
                 name,
                 "forward_reduce",
@@ -271,6 +261,9 @@ class TrainerOps:
             chosen=choices["gemm" in switch.active, "forward_reduce" in switch.active],
             also=("forward_reduce",),
         )
+
+    def _native_partial(self, module: Any, x_SBK: torch.Tensor) -> torch.Tensor:
+        return native_row_partial(module, x_SBK)
 
     def _native_sum(self, partial_SBH: torch.Tensor) -> torch.Tensor:
         """Megatron's own collective. It may work in place, and on a strided tensor it returns its input unreduced."""

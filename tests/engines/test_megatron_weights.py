@@ -11,7 +11,7 @@ from fixtures.recipes import FIXTURES, VARIANTS
 from rlmismatch.checkpoint import ModelConfig
 from rlmismatch.engines.megatron_weights import parameters, shard, unshard
 from rlmismatch.pins.collectives import TpGroup
-from rlmismatch.pins.megatron import TrainerShape
+from rlmismatch.pins.megatron_shape import TrainerShape
 
 MODELS = {name: r.config for name, r in {**FIXTURES, **VARIANTS}.items()}
 
