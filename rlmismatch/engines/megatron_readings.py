@@ -7,7 +7,7 @@ source file. The canonical forms are shared with the rollout.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ from rlmismatch.engines.megatron_readings_logprob import logprob_family
 
 if TYPE_CHECKING:
     from rlmismatch.engines.megatron import MegatronEngine
+
+
+_POW_ERROR: Final = 2.0**-21  # relative; four units in the last place of float32
 
 
 def read_all(engine: MegatronEngine) -> dict[str, Fields]:
@@ -161,7 +164,10 @@ def _attention_provenance(engine: MegatronEngine, rope: Fields) -> Fields:
 
 
 def _rope(engine: MegatronEngine) -> Fields:
-    """theta and scaling are those that reproduce the live frequencies bit for bit; a wrong theta shows as what it is."""
+    """theta and scaling are those that reproduce the live frequencies; a wrong theta shows as what it is.
+
+    Megatron computes them on the model's device, whose pow may round differently: a few units in the last place are no other theta.
+    """
     rotary, spec = engine.gpt.rotary_pos_emb, engine.model.rope
     live = rotary.inv_freq.cpu()
     if rotary.seq_len_interpolation_factor is not None:
@@ -169,7 +175,7 @@ def _rope(engine: MegatronEngine) -> Fields:
     width = 2 * live.numel()
     scaling = read(spec.scaling, "rotary_pos_emb.inv_freq, seq_len_interpolation_factor")
     theta = read(float(spec.theta), "rotary_pos_emb.inv_freq")
-    if not torch.equal(live, spec.inv_freq(width)):
+    if not torch.allclose(live, spec.inv_freq(width), rtol=_POW_ERROR, atol=0.0):
         # 1 / inv_freq[1] = theta ** (2 / width): no scaling rule touches so high a frequency.
         fitted = float(rotary.inv_freq.cpu().double()[1] ** (-width / 2)) if width > 2 else float("nan")
         theta = read(float(f"{fitted:.6g}"), "fitted to rotary_pos_emb.inv_freq, which is not the checkpoint's")

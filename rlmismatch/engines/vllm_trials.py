@@ -11,6 +11,8 @@ from rlmismatch.contract import Reading, read, unknown
 from rlmismatch.pins.vllm_live import LiveModel
 
 _ROWS: Final = 8
+_POSITIONS: Final = 4096  # of the rotary table that are compared
+_ANGLE_ERROR: Final = 1e-3  # radians at position 4096, for a float32 frequency that is off by two units in its last place
 _TOLERANCE_NATS: Final = 1e-4  # float32 log-softmax over 1e5 columns is good to 1e-5; the candidates lie 1e-2 and more apart
 
 
@@ -68,8 +70,10 @@ def qk_norm_acts(live: LiveModel, dtype: torch.dtype) -> Reading:
 def fitted_theta(live: LiveModel) -> Reading:
     """The rotary base that the live cos/sin table was made with: `base` if it reproduces the table, else one fitted to the table."""
     rotary = live.layers[0].self_attn.rotary_emb
-    made = rotary._compute_cos_sin_cache().to(rotary.cos_sin_cache.dtype)
-    if torch.equal(made.to(rotary.cos_sin_cache.device), rotary.cos_sin_cache):
+    made_PR, live_PR = (t[:_POSITIONS].cpu().float() for t in (rotary._compute_cos_sin_cache(), rotary.cos_sin_cache))
+    # The live table was made on the model's device: its pow and cos may round differently, and the result once more.
+    rounding = 2.0 * torch.finfo(rotary.cos_sin_cache.dtype).eps + _ANGLE_ERROR
+    if made_PR.shape == live_PR.shape and float((made_PR - live_PR).abs().max()) <= rounding:
         return read(float(rotary.base), "rotary_emb.base, which reproduces rotary_emb.cos_sin_cache")
     # sin and cos of the second frequency at position 1; 1 / frequency = theta ** (2 / rotary_dim).
     half = rotary.rotary_dim // 2
