@@ -13,8 +13,9 @@ from rlmismatch.assemble import rows
 from rlmismatch.assemble.defects import defects
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.checkpoint import combine_digests
+from rlmismatch.contract import Reading
 from rlmismatch.drift import Budget, OracleError, against_oracle, signatures
-from rlmismatch.evidence import Evidence, wanted_axes
+from rlmismatch.evidence import Evidence, SideEvidence, wanted_axes
 from rlmismatch.report.model import (
     Artifact,
     AttributionInfo,
@@ -45,7 +46,7 @@ def report(folder: Path, *, budget: Sequence[str] = (), fail_on: str | None = No
     controls = () if void else rows.controls(evidence, book, floors, closed)
     ratios = rows.ratios(evidence, book, void=void)
     errors = {} if void else oracle_errors(evidence, book)
-    limits = _budget(evidence)
+    limits = Budget.parse(*evidence.settings.budget)
     lines = () if void else limits.check(next((r.drift for r in ratios if r.name == "trainer/prefill"), None), oracle=errors)
     knobs = rows.knobs(evidence, book)
     gates = rows.gates(evidence)
@@ -121,15 +122,6 @@ def _oracle_row(side: str, error: OracleError) -> OracleRow:
     )
 
 
-def _budget(evidence: Evidence) -> Budget:
-    budget = Budget()
-    for text in evidence.settings.budget:
-        given = Budget.parse(text)
-        changed = {name: getattr(given, name) for name in given.explicit}
-        budget = dataclasses.replace(budget, **changed, explicit=budget.explicit | given.explicit)
-    return budget
-
-
 def _plants(evidence: Evidence) -> tuple[PlantInForce, ...]:
     out = []
     for text in evidence.settings.plant:
@@ -158,7 +150,7 @@ def _header(evidence: Evidence) -> Header:
                 dtype=c.oracle_dtype if name == "oracle" else c.dtype,
                 device=c.device,
                 impl="" if name == "oracle" else c.impl,
-                detail=f"{c.trainer_spec} spec" if name == "trainer" else "",
+                detail=_detail(name, side),
             )
         )
     return Header(
@@ -174,6 +166,13 @@ def _header(evidence: Evidence) -> Header:
         tool_version=run["tool_version"],
         seconds=run["seconds"],
     )
+
+
+def _detail(name: str, side: SideEvidence) -> str:
+    """The layer spec, and the attention that ran."""
+    ran = side.readings.get("attention.provenance", {}).get("actual_backend", Reading()).value
+    spec = f"{side.config.trainer_spec} spec" if name == "trainer" else ""
+    return ", ".join(filter(None, (spec, str(ran) if ran else "")))
 
 
 def _attribution(evidence: Evidence, book: ScoreBook, *, void: bool) -> AttributionInfo | None:

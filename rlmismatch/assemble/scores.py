@@ -48,8 +48,9 @@ class ScoreBook:
         result = self.arms[side].get(arm)
         return result.scores.get(path) if result else None
 
-    def aligned(self, a: Scores | None, b: Scores | None) -> AlignedScores | None:
-        return None if a is None or b is None else align(a, b, self.evidence.sequences)
+    def aligned(self, a: Scores | None, b: Scores | None, names: tuple[str, str] = ("first", "second")) -> AlignedScores | None:
+        """Two score sets token by token, or None when one was not taken. `names` stand in the reasons why they do not line up."""
+        return None if a is None or b is None else align(a, b, self.evidence.sequences, names=names)
 
     def drift(self, ratio: str, arm: str = NATIVE) -> Drift | None:
         """The drift of a named ratio under one arm, or None when a side did not take it. Cached: attribution asks often."""
@@ -77,7 +78,8 @@ class ScoreBook:
 
     def ratio(self, ratio: str, arm: str = NATIVE) -> AlignedScores | None:
         _, (side_a, path_a), (side_b, path_b) = next(r for r in RATIOS if r[0] == ratio)
-        return self.aligned(self.get(side_a, arm, path_a), self.get(side_b, arm, path_b))
+        names = (f"the {side_a}'s {path_a}", f"the {side_b}'s {path_b}")
+        return self.aligned(self.get(side_a, arm, path_a), self.get(side_b, arm, path_b), names)
 
     def summary(self, aligned: AlignedScores) -> Drift:
         return summarise(aligned, seed=self.evidence.settings.seed)
