@@ -194,8 +194,9 @@ def test_cache_of_any_strides(randn: Randn, impl: Impl) -> None:
     interleaved = torch.stack([cache.k_NBHD, cache.v_NBHD], dim=1)
     packed_q = torch.cat([q, q], dim=1)[:, :4]
     for k_cache, v_cache in ((cache.k_NBHD, cache.v_NBHD), interleaved.unbind(1)):
-        paged = attention.paged(packed_q, k_cache, v_cache, cache.table_SN, [0, 40], [40], scale=SCALE, impl=impl)
-        assert _equal(paged, dense)
+        for table in (cache.table_SN, cache.table_SN.T.contiguous().T, cache.table_SN.long()):
+            paged = attention.paged(packed_q, k_cache, v_cache, table, [0, 40], [40], scale=SCALE, impl=impl)
+            assert _equal(paged, dense)
     packed = torch.cat([q, k, v], dim=1)
     assert _equal(attention.causal(packed[:, :4], packed[:, 4:6], packed[:, 6:], [0, 40], scale=SCALE, impl=impl), dense)
 

@@ -163,7 +163,7 @@ def test_a_target_outside_the_vocabulary_is_an_error(randn: Randn, impl: Impl, t
             logprob.partials(logits[:, start : start + 640], targets, vocab_start=start, vocab_size=VOCAB, impl=impl)
 
 
-@pytest.mark.parametrize(("start", "width"), [(32, 640), (0, 600), (64, 100)])
+@pytest.mark.parametrize(("start", "width"), [(32, 640), (32, 1068), (0, 600), (64, 100)])
 def test_a_shard_that_cuts_a_tile_is_refused(randn: Randn, impl: Impl, start: int, width: int) -> None:
     with pytest.raises(ValueError, match="multiples of 64"):
         logprob.partials(randn(2, width), _targets(2), vocab_start=start, vocab_size=VOCAB, impl=impl)

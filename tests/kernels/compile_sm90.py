@@ -1,0 +1,78 @@
+"""Compile every kernel for Hopper (sm_90) on a machine without a GPU, and print what came out, one JSON object a kernel.
+
+A script of its own: it must run where TRITON_INTERPRET was never set. The launch code is the real one; only the launch is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from rlmismatch.kernels.attention import triton as attention
+from rlmismatch.kernels.gemm import triton as gemm
+from rlmismatch.kernels.logprob import triton as logprob
+from rlmismatch.kernels.norm import triton as norm
+from rlmismatch.kernels.reduce import triton as reduce
+from rlmismatch.kernels.rope import triton as rope
+from rlmismatch.kernels.swiglu import triton as swiglu
+
+BF16 = torch.bfloat16
+
+
+class _HopperOnPaper:
+    """As much of a Triton driver as compiling asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def _compile_instead_of_launching() -> None:
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        ptx = kernel.asm["ptx"]
+        print(json.dumps({"kernel": self.fn.__name__, "shared_bytes": kernel.metadata.shared, "ptx": ptx}), flush=True)
+        return kernel
+
+    driver.set_active(_HopperOnPaper())
+    JITFunction.run = compile_only
+
+
+def main() -> None:
+    _compile_instead_of_launching()
+    weight = torch.zeros(512, 1024, dtype=BF16)
+    for rows in (1, 64, 256, 4096):
+        gemm.linear(torch.zeros(rows, 1024, dtype=BF16), weight, torch.zeros(512), out_dtype=BF16)
+    gemm.row_partial(torch.zeros(1, 576), torch.zeros(64, 576), chunks=8)
+    reduce.fold([torch.zeros(2, 3, dtype=BF16)] * 2, out_dtype=BF16)
+    norm.rms_norm(torch.zeros(4, 8, 128, dtype=BF16), torch.zeros(128), 1e-6)
+    norm.add_rms_norm(torch.zeros(4, 576, dtype=BF16), torch.zeros(4, 576, dtype=BF16), torch.zeros(576), 1e-6)
+    rope.rotary(torch.zeros(4, 8, 128, dtype=BF16), torch.zeros(4, dtype=torch.int64), torch.zeros(64), scale=1.0)
+    swiglu.swiglu(torch.zeros(4, 1536, dtype=BF16), torch.zeros(4, 1536, dtype=BF16))
+    logits, rows = torch.zeros(2, 151936, dtype=BF16), torch.zeros(2, dtype=torch.int64)
+    normaliser = logprob.normaliser(*logprob.tiles(logits, columns=151936, temperature=0.7))
+    logprob.gather(logits, rows, rows == 0, temperature=0.7)
+    logprob.log_softmax(logits, *normaliser, columns=151936, temperature=0.7)
+    for tokens in (1, 64, 512):
+        q, k = torch.zeros(tokens, 16, 128, dtype=BF16), torch.zeros(tokens, 8, 128, dtype=BF16)
+        attention.causal(q, k, k, [0, tokens], scale=0.1)
+        cache = torch.zeros(8, 64, 8, 128, dtype=BF16)
+        attention.paged(q, cache, cache, torch.zeros(1, 8, dtype=torch.int32), [0, tokens], [tokens], scale=0.1)
+    q = torch.zeros(70, 3, 64)
+    attention.causal(q, q, q, [0, 70], scale=0.1)
+
+
+if __name__ == "__main__":
+    main()
