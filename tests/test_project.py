@@ -11,11 +11,13 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from rlmismatch import __version__, cli
 from rlmismatch.exitcodes import ExitCode
+from rlmismatch.verdict.model import Word
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "rlmismatch"
@@ -160,6 +162,11 @@ def test_readme_lists_every_command() -> None:
 
 def test_readme_lists_every_exit_code() -> None:
     assert [row[0] for row in table_of(README, "## Exit codes")] == [str(int(code)) for code in ExitCode]
+
+
+def test_readme_says_what_to_do_with_every_verdict() -> None:
+    rows = table_of(README, "## What to do with each verdict")
+    assert sorted(row[0] for row in rows) == sorted(get_args(Word))
 
 
 def test_changelog_begins_with_this_version() -> None:

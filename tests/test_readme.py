@@ -116,6 +116,12 @@ def test_demo(tmp_path: Path) -> None:
     assert re.search(r"^exit code 4, as expected$", out, re.MULTILINE)
     assert (checkout / "demo/report.md").read_text().startswith("#")
     assert '"schema_version"' in (checkout / "demo/report.json").read_text()
+    # Numbers belong to a machine; the sections, and the commands behind them, are the demo's own.
+    screen = README.split("```text\n")[1].split("```")[0]
+    headings = re.findall(r"^[A-Z]\S+", screen, re.MULTILINE)
+    assert "Attribution" in headings
+    assert [word for word in headings if not re.search(rf"^{word}\b", out, re.MULTILINE)] == []
+    assert [line for line in re.findall(r"^\$ (.*)", screen, re.MULTILINE) if line not in out] == []
 
 
 def test_every_entry_of_not_run_is_in_the_readme() -> None:

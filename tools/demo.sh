@@ -3,20 +3,21 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 SECONDS=0
+exec 3>&1 # what the demo itself says, also where a command's output goes to a file
 
-say() { printf '\n== %s\n' "$*"; }
+say() { printf '\n== %s\n' "$*" >&3; }
 
 # expect CODE COMMAND...: shows the command, runs it, and ends the demo unless it exits with CODE.
 expect() {
   local want=$1 got=0
   shift
-  printf '$ %s\n' "$*"
+  printf '$ %s\n' "$*" >&3
   "$@" || got=$?
   if ((got != want)); then
     echo "demo: the command above exited $got; $want was expected" >&2
     exit 1
   fi
-  printf 'exit code %d, as expected\n' "$got"
+  printf 'exit code %d, as expected\n' "$got" >&3
 }
 
 rm -rf demo
@@ -26,7 +27,7 @@ expect 0 python -m fixtures.make tiny-qwen3
 
 probe=(rlmismatch probe --ckpt fixtures/tiny-qwen3 --trainer-tp 2 --rollout-tp 2)
 say "1. both engines as they come, on 2 ranks each: Megatron's own loss counts the padded vocabulary rows, vLLM cuts them off"
-expect 4 "${probe[@]}" --out demo/as-they-come
+expect 4 "${probe[@]}" --oracle off --out demo/as-they-come
 
 say "2. the padded rows masked in the trainer too: comparable; which operations make the drift that is left?"
 expect 0 "${probe[@]}" --vocab-padding-policy mask --attribute --out demo/masked
