@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, Final, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,17 +23,17 @@ from rlmismatch.contract import Reading
 from rlmismatch.engines import vllm_plants, vllm_provenance, vllm_readings, vllm_weights
 from rlmismatch.engines.protocol import Arm, ArmResult, SideConfig
 from rlmismatch.engines.vllm_collectives import AllReduceLog
-from rlmismatch.engines.vllm_scoring import Scorer, tokenised
+from rlmismatch.engines.vllm_scoring import RolloutPath, Scorer, tokenised
 from rlmismatch.engines.vllm_site import Site
 from rlmismatch.errors import UsageError
 from rlmismatch.pins.hooks import OpSwitch, Patch, Recorder, installed
 from rlmismatch.pins.spec import PINS
 from rlmismatch.pins.vllm import VllmPins
 from rlmismatch.pins.vllm_live import LiveModel
-from rlmismatch.pins.vllm_logprob import NATIVE_REDUCE, LogprobReduce, unsupported_reduce
+from rlmismatch.pins.vllm_logprob import NATIVE_REDUCE, PINNED_REDUCE, LogprobReduce, unsupported_reduce
 from rlmismatch.tokens import Prompt, Sequence
 
-PATHS = ("prefill", "chunked", "decode")
+REDUCE_KNOB: Final = "logprob.reduce"
 _KV_CACHE_BYTES = 2**30  # on the CPU; pages that no token reaches are never touched
 
 
@@ -107,11 +107,11 @@ class VllmEngine:
 
     def run(self, arm: Arm, sequences: Seq[Sequence]) -> ArmResult:
         started = time.perf_counter()
-        self._check(arm)
+        self._check(arm, sequences)
         boundary = arm.probe == "boundary"
         recorder = Recorder()
         switch = OpSwitch(active=arm.pins, probe=arm.probe, recorder=recorder)
-        knobs, how = self._knobs(arm.settings)
+        knobs, how = self._knobs(arm)
         pins = VllmPins(self._live, impl=self.config.impl, switch=switch, logprob_reduce=how)
         result = ArmResult(arm=arm, knobs=knobs)
         with installed(pins.patches()) as counter:
@@ -130,27 +130,47 @@ class VllmEngine:
         self._stack.close()
         self._llm.llm_engine.engine_core.shutdown()
 
-    def _check(self, arm: Arm) -> None:
-        unknown = sorted(arm.pins - set(PINS))
-        if unknown:
-            raise UsageError("pin-unknown", f"there is no pin {unknown[0]!r}", hint=f"one of: {', '.join(PINS)}")
-        foreign = [p for p in arm.paths if p not in PATHS]
-        if foreign:
-            raise UsageError("path-unknown", f"the rollout has no path {foreign[0]!r}", hint=f"one of: {', '.join(PATHS)}")
+    def _check(self, arm: Arm, sequences: Seq[Sequence]) -> None:
+        model = self._checkpoint.config
+        every = frozenset(PINS) - (frozenset() if model.qk_norm else {"qk_norm"})
+        if arm.pins - frozenset(PINS):
+            raise UsageError("pin-unknown", f"unknown pins {sorted(arm.pins - frozenset(PINS))}", hint=f"known: {', '.join(PINS)}")
+        if set(arm.paths) - set(get_args(RolloutPath)):
+            raise UsageError("path-unknown", f"the rollout scores by {', '.join(get_args(RolloutPath))}, not by {sorted(arm.paths)}")
+        if arm.probe == "boundary" and not arm.pins >= every:
+            raise UsageError("boundary-probe-needs-every-pin", f"pins missing: {sorted(every - arm.pins)}", where=f"arm {arm.id}")
+        for sequence in sequences:
+            if len(sequence.token_ids) > self._max_length:
+                raise UsageError(
+                    "sequence-too-long",
+                    f"sequence {sequence.id!r} has {len(sequence.token_ids)} tokens, the model takes {self._max_length}",
+                )
+            bad = [t for t in sequence.token_ids if not 0 <= t < model.vocab_size]
+            if bad:
+                raise UsageError(
+                    "token-outside-vocabulary",
+                    f"sequence {sequence.id!r} holds token id {bad[0]}, the vocabulary has {model.vocab_size}",
+                )
 
-    def _knobs(self, settings: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], LogprobReduce | None]:
-        """What becomes of an arm's settings: knob -> requested, actual, status, reason; and the way to reduce the log-prob."""
-        knobs: dict[str, dict[str, Any]] = {}
-        how: LogprobReduce | None = None
-        for knob, value in settings.items():
-            reason: str | None = "not a knob of the rollout adapter"
-            actual: str | None = None
-            if knob == "logprob.reduce":
-                reason, actual = unsupported_reduce(self._live, value), NATIVE_REDUCE
-                if reason is None:
-                    how = actual = value
-            status = "applied" if reason is None else "unsupported"
-            knobs[knob] = {"requested": value, "actual": actual, "status": status, "reason": reason or ""}
+    @property
+    def _max_length(self) -> int:
+        return min(self.config.max_model_len, self._checkpoint.config.max_positions)
+
+    def _knobs(self, arm: Arm) -> tuple[dict[str, dict[str, Any]], LogprobReduce | None]:
+        """What became of each knob that was asked for, and the way to reduce the log-prob (None: the pin's, or the engine's own)."""
+        knobs, how = {}, None
+        for knob, value in {**self.config.knobs, **arm.settings}.items():
+            if "." not in knob:
+                continue  # a fact for the worker, such as the BOS id; knobs are named family.name
+            reason = unsupported_reduce(self._live, value) if knob == REDUCE_KNOB else f"the rollout has {REDUCE_KNOB} only"
+            if reason is not None:
+                knobs[knob] = _outcome(value, NATIVE_REDUCE if knob == REDUCE_KNOB else None, "unsupported", reason)
+            elif "logprob" in arm.pins:
+                same = value == PINNED_REDUCE
+                knobs[knob] = _outcome(value, PINNED_REDUCE, "applied" if same else "fell_back", "the pin logprob is in force")
+            else:
+                how = value
+                knobs[knob] = _outcome(value, value, "applied", "one shard" if self._live.size == 1 else "")
         return knobs, how
 
     def _set_environment(self) -> None:
@@ -174,7 +194,7 @@ class VllmEngine:
         from vllm import LLM
 
         config, model = self.config, self._checkpoint.config
-        length = min(config.max_model_len, model.max_positions)
+        length = self._max_length
         options: dict[str, Any] = {}
         if config.device == "cuda":
             options["gpu_memory_utilization"] = config.gpu_memory_fraction
@@ -231,6 +251,10 @@ class VllmEngine:
             all_reduces=self._all_reduces,
             plants={name: plant.what for name, plant in self._plants.items()},
         )
+
+
+def _outcome(requested: Any, actual: Any, status: str, reason: str) -> dict[str, Any]:
+    return {"requested": requested, "actual": actual, "status": status, "reason": reason}
 
 
 def _all_reduce(x: torch.Tensor) -> torch.Tensor:

@@ -44,12 +44,12 @@ class Scorer:
         """
         self.reset_cache()
         try:
-            if path == "decode":
-                return self._decode(sequences)
-            return {s.id: self._prefill(s, path) for s in sequences}
-        finally:
-            self.abort_all()
-            self.reset_cache()
+            scores = self._decode(sequences) if path == "decode" else {s.id: self._prefill(s, path) for s in sequences}
+        except BaseException:
+            self._abort_all()
+            raise
+        self.reset_cache()
+        return scores
 
     def sample(
         self, prompts: Seq[Prompt], *, max_new_tokens: int, temperature: float, seed: int, stop_at_eos: bool
@@ -84,10 +84,10 @@ class Scorer:
         if not self.llm.reset_prefix_cache():
             raise EngineError("prefix-cache-not-reset", "vLLM refused to reset its prefix cache: a request still runs", where="rollout")
 
-    def abort_all(self) -> None:
-        """Drop requests that an error left behind."""
+    def _abort_all(self) -> None:
+        """Drop the requests that an error left in the engine."""
         engine = self.llm.llm_engine
-        engine.abort_request(list(engine.output_processor.request_states))
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
 
     def _prefill(self, sequence: Sequence, path: RolloutPath) -> torch.Tensor:
         ids, start = sequence.token_ids, len(sequence.prompt_ids)

@@ -47,7 +47,7 @@ class LiveModel:
         return self.rank % self.kv_copies == 0
 
     def weight(self, linear: Any) -> torch.Tensor:
-        """The rank's weight [N, K] that a linear layer computes with: on the CPU that is a packed copy, with or without a `weight` beside it."""
+        """The rank's weight [N, K] that a linear layer computes with. On the CPU that is a packed copy, whatever stands in `weight`."""
         if not hasattr(linear, "cpu_linear"):
             weight: torch.Tensor = linear.weight.detach()
             return weight

@@ -7,7 +7,7 @@ on this rank's own shard of those logits, at the engine's live shard bounds: the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 
@@ -18,7 +18,8 @@ from rlmismatch.pins.hooks import OpSwitch, Patch
 from rlmismatch.pins.vllm_live import LiveModel
 
 LogprobReduce = Literal["allgather_logits", "allgather_partials_fixed_merge", "allreduce_partials"]
-NATIVE_REDUCE: LogprobReduce = "allgather_logits"
+NATIVE_REDUCE: Final[LogprobReduce] = "allgather_logits"
+PINNED_REDUCE: Final[LogprobReduce] = "allgather_partials_fixed_merge"  # what the pin is, on one shard as on many
 
 
 def unsupported_reduce(live: LiveModel, how: str) -> str | None:
