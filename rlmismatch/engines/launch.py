@@ -23,7 +23,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from rlmismatch.engines.protocol import Arm, SideConfig, SideName
 from rlmismatch.engines.worker import WorkerConfig
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.05
 _KILL_AFTER_S = 3.0
+_LAST_WORDS_S = 0.5  # a failing rank takes its peers along; their reasons come within this
 Progress = Callable[[SideName, str], None]
 
 
@@ -122,7 +123,9 @@ class Node:
 
     def _start_one(self, side: SideLaunch, rank: int, local_rank: int) -> None:
         name = side.config.side
-        ours, theirs = socket.socketpair() if rank == 0 else (None, None)
+        theirs = None
+        if rank == 0:
+            self.sockets[name], theirs = socket.socketpair()
         worker = WorkerConfig(
             config=side.config,
             rank=rank,
@@ -136,42 +139,45 @@ class Node:
         )
         config_file = Path(self._scratch.name) / f"{name}-{rank}.json"
         config_file.write_text(json.dumps(worker.to_json()))
-        log = self.log_path(name, rank)
         try:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("wb") as log_file:
+            with self._new_log(name, rank) as log:
                 self.processes[name, rank] = subprocess.Popen(
                     [side.python, "-m", "rlmismatch.engines.worker", str(config_file)],
                     stdin=subprocess.DEVNULL,
-                    stdout=log_file,
+                    stdout=log,
                     stderr=subprocess.STDOUT,
                     env=_worker_env(side, rank, local_rank, self._store_host, self._store_port),
                     pass_fds=(theirs.fileno(),) if theirs else (),
                     start_new_session=True,  # one group, so that what an engine starts dies with it
                 )
-        except FileNotFoundError as error:
-            raise UsageError(
-                "python-not-found", f"cannot start {side.python}: {error.strerror}", where=name, hint=f"see --{name}-python"
-            ) from None
+        except OSError as error:
+            hint = "see --rollout-python" if name == "rollout" else "see --trainer-python"
+            raise UsageError("python-not-found", f"cannot start {side.python}: {error.strerror}", where=name, hint=hint) from None
+        finally:
+            if theirs:
+                theirs.close()
+
+    def _new_log(self, side: SideName, rank: int) -> IO[bytes]:
+        log = self.log_path(side, rank)
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            return log.open("wb")
         except OSError as error:
             raise EnvironmentUnfitError(
                 "output-unwritable", f"cannot write {log}: {error.strerror}", where=str(log), hint="free space, or see --out"
             ) from None
-        if ours and theirs:
-            theirs.close()
-            self.sockets[name] = ours
 
     def log_path(self, side: SideName, rank: int) -> Path:
         return self.run / "logs" / f"{side}-rank{rank}.log"
 
-    def dead_worker(self) -> RlmismatchError | None:
-        """The error of a worker of this node that ended and was not told to, or None."""
-        for (side, rank), process in self.processes.items():
-            code = process.poll()
-            if code is None or (side in self.expected_exit and code == 0):
-                continue
-            return self._death(side, rank, code)
-        return None
+    def deaths(self) -> dict[tuple[SideName, int], RlmismatchError]:
+        """(side, rank) -> the error of each worker of this node that ended and was not told to."""
+        ended = {key: process.poll() for key, process in self.processes.items()}
+        return {
+            (side, rank): self._death(side, rank, code)
+            for (side, rank), code in ended.items()
+            if code is not None and not (side in self.expected_exit and code == 0)
+        }
 
     def _death(self, side: SideName, rank: int, code: int) -> RlmismatchError:
         tail = tuple(_tail(self.log_path(side, rank)))
@@ -199,7 +205,7 @@ class Node:
             del self.processes[key]
 
     def close(self) -> None:
-        for side in {side for side, _ in self.processes}:
+        for side in {*self.sockets, *(side for side, _ in self.processes)}:
             self.stop(side)
         self._scratch.cleanup()
 
@@ -224,6 +230,12 @@ def _worker_env(side: SideLaunch, rank: int, local_rank: int, host: str, port: i
     env["PYTHONPATH"] = os.pathsep.join(p for p in (root, env.get("PYTHONPATH", "")) if p)
     env.update(side.env)
     return env
+
+
+def _distance_from_cause(error: RlmismatchError) -> int:
+    if error.exit_code is not ExitCode.ENGINE:
+        return 0
+    return {"worker-killed": 1, "worker-exited": 3, "engine-silent": 4}.get(error.slug, 2)
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
@@ -287,7 +299,7 @@ class Controller:
                 for key, _ in selector.select(_POLL_S):
                     for message in self._read(key.data):
                         if "error" in message:
-                            raise self._prefer_root_cause(RlmismatchError.from_json(message["error"]))
+                            raise self._root_cause(RlmismatchError.from_json(message["error"]))
                         self._deadlines[key.data] = time.monotonic() + self.timeout_s
                         if "progress" in message:
                             if self.progress:
@@ -323,13 +335,9 @@ class Controller:
             yield json.loads(line)
 
     def _watch(self, waiting: Sequence[SideName]) -> None:
-        reported = self._reported_error()
-        if reported:
-            raise reported
-        dead = self.node.dead_worker()
-        if dead:
-            time.sleep(0.3)  # a worker that raised has sent its reason: prefer it to the bare exit code
-            raise self._reported_error() or dead
+        failed = [*self._reported_errors(), *self.node.deaths().values()]
+        if failed:
+            raise self._root_cause(failed[0])
         late = [side for side in waiting if time.monotonic() > self._deadlines[side]]
         if late:
             raise EngineError(
@@ -340,32 +348,40 @@ class Controller:
                 details=tuple(_tail(self.node.log_path(late[0], 0))),
             )
 
-    def _reported_error(self) -> RlmismatchError | None:
-        """An error that a worker or another node's driver left in the store."""
-        for side, ranks in self._ranks().items():
-            for rank in range(ranks):
-                for key in (f"{side}/error/{rank}", f"death/{side}/{rank}"):
-                    if self.node.store.check([key]):
-                        return RlmismatchError.from_json(json.loads(self.node.store.get(key)))
-        return None
+    def _root_cause(self, first: RlmismatchError) -> RlmismatchError:
+        """What explains a failure best, once every rank that it takes along had time to say so.
 
-    def _ranks(self) -> dict[SideName, int]:
-        return dict.fromkeys(self.node.sockets, self.node.world.size)
+        A refusal (bad input, unfit machine) comes before a kill, a kill before an error that a lost peer may have caused, and that
+        before a bare exit code.
+        """
+        time.sleep(_LAST_WORDS_S)
+        signs = [first, *self._unread_errors(), *self._reported_errors(), *self.node.deaths().values()]
+        return min(signs, key=_distance_from_cause)
 
-    def _prefer_root_cause(self, error: RlmismatchError) -> RlmismatchError:
-        """A lost peer shows as a communication error on rank 0; the peer's own error says why."""
-        if error.exit_code is not ExitCode.ENGINE:
-            return error
-        time.sleep(0.5)
-        dead = self.node.dead_worker()
-        reported = self._reported_error()
-        if reported and reported.exit_code is not ExitCode.ENGINE:
-            return reported
-        return dead if dead and dead.slug == "worker-killed" else error
+    def _unread_errors(self) -> list[RlmismatchError]:
+        """Errors that the sides' rank 0 sent and nobody has read."""
+        found = []
+        for side, channel in self.node.sockets.items():
+            data = self._buffers.pop(side, b"")
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                while chunk := channel.recv(1 << 20, socket.MSG_DONTWAIT):
+                    data += chunk
+            complete = data[: data.rfind(b"\n") + 1].splitlines()
+            found += [RlmismatchError.from_json(m["error"]) for m in map(json.loads, complete) if "error" in m]
+        return found
 
-    def _raise_failure(self, side: SideName) -> None:
-        time.sleep(0.3)
-        raise self._reported_error() or self.node.dead_worker() or EngineError("engine-silent", f"the {side} closed its channel")
+    def _reported_errors(self) -> list[RlmismatchError]:
+        """Errors that workers and other nodes' drivers left in the store."""
+        keys = [
+            key
+            for side in self.node.sockets
+            for rank in range(self.node.world.size)
+            for key in (f"{side}/error/{rank}", f"death/{side}/{rank}")
+        ]
+        return [RlmismatchError.from_json(json.loads(self.node.store.get(key))) for key in keys if self.node.store.check([key])]
+
+    def _raise_failure(self, side: SideName) -> NoReturn:
+        raise self._root_cause(EngineError("engine-silent", f"the {side} closed its channel", where=str(self.node.log_path(side, 0))))
 
     def stop(self, side: SideName) -> None:
         """Let the side exit by itself if it can, then make sure everywhere."""
@@ -391,7 +407,7 @@ def follow(node: Node) -> int:
     current = json.loads(node.store.get(_current_key()))
     node.name_run(current["id"])
     node.run = Path(current["run"])
-    index, told = 0, False
+    index, told = 0, set[tuple[SideName, int]]()
     while True:
         if node.store.check([f"command/{index}"]):
             command = json.loads(node.store.get(f"command/{index}"))
@@ -407,9 +423,8 @@ def follow(node: Node) -> int:
             else:
                 node.stop(command["stop"])
             continue
-        dead = None if told else node.dead_worker()
-        if dead:
-            side_name = next(s for (s, _), p in node.processes.items() if p.poll() is not None)
-            node.store.set(f"death/{side_name}/{node.world.rank}", json.dumps(dead.to_json()))
-            told = True
+        for (side_name, rank), death in node.deaths().items():
+            if (side_name, rank) not in told:
+                node.store.set(f"death/{side_name}/{rank}", json.dumps(death.to_json()))
+                told.add((side_name, rank))
         time.sleep(_POLL_S)

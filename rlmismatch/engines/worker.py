@@ -156,11 +156,11 @@ def as_rlmismatch_error(error: BaseException, worker: WorkerConfig) -> Rlmismatc
     )
 
 
-def _load_engine(config: SideConfig, rank: int, local_rank: int) -> Engine:
-    import importlib
+def _require_engine(config: SideConfig) -> None:
+    """Say what is missing before anything of it is imported: a side's own Python may hold no package at all."""
     import importlib.util
 
-    module, name, package, extra = _ENGINES[config.engine]
+    _, _, package, extra = _ENGINES[config.engine]
     try:
         found = importlib.util.find_spec(package)
     except ModuleNotFoundError:
@@ -168,18 +168,26 @@ def _load_engine(config: SideConfig, rank: int, local_rank: int) -> Engine:
     if found is None:
         from rlmismatch.errors import EnvironmentUnfitError
 
+        option = "--rollout-python" if config.side == "rollout" else "--trainer-python"  # the oracle runs in the trainer's
         raise EnvironmentUnfitError(
             "engine-not-installed",
             f"{package} is not installed in {sys.executable}",
             where=config.side,
-            hint=f"pip install 'rlmismatch[{extra}]', or name the side's own Python with --{config.side}-python",
+            hint=f"pip install 'rlmismatch[{extra}]', or name another Python with {option}",
         )
+
+
+def _load_engine(config: SideConfig, rank: int, local_rank: int) -> Engine:
+    import importlib
+
+    module, name, _, _ = _ENGINES[config.engine]
     engine: Engine = getattr(importlib.import_module(module), name)(config, rank=rank, local_rank=local_rank)
     return engine
 
 
 def _serve(worker: WorkerConfig, channel: _Channel) -> None:
     config = worker.config
+    _require_engine(config)
     if config.device == "cpu" and config.impl == "triton":
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
     import torch
