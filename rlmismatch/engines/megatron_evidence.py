@@ -19,6 +19,7 @@ Fields = dict[str, Reading]
 
 
 def by_table(value: Any, source: str) -> Reading:
+    """A documented value, `source` being the file it was read in; unknown, with how to declare it, for a version outside the table."""
     version = core_version()
     if version not in DOCUMENTED_VERSIONS:
         return unknown(f"megatron-core {version} is not in the table ({', '.join(DOCUMENTED_VERSIONS)}); look in {source} and --declare it")
@@ -31,6 +32,7 @@ def derived(reading: Reading, value: Callable[[Any], Any]) -> Reading:
 
 
 def forward_only(*names: str) -> Fields:
+    """Fields of a backward axis, none of which applies while only the forward is run."""
     return fill(not_applicable("forward only: no backward is run"), *names)
 
 
@@ -40,6 +42,7 @@ def fill(reading: Reading, *names: str) -> Fields:
 
 
 def from_environment(name: str) -> Reading:
+    """What this process's environment holds under `name`; None if nothing."""
     return read(os.environ.get(name), f"environment {name}")
 
 
@@ -50,16 +53,19 @@ def one_value(values: Iterable[Any]) -> Any:
 
 
 def dtype_of(*tensors: torch.Tensor) -> Any:
+    """The torch name without prefix that all share; a list if they do not."""
     return one_value(str(t.dtype).removeprefix("torch.") for t in tensors)
 
 
 def core_version() -> str:
+    """Version of the megatron-core that is imported here."""
     import megatron.core
 
     return str(megatron.core.__version__)
 
 
 def gemm_library(engine: MegatronEngine) -> str:
+    """The library behind the spec's GEMM; which kernel it picks, it does not say."""
     if engine.device.type == "cpu":
         return "torch.matmul (oneDNN or MKL)"
     return "torch.matmul (cuBLAS)" if engine.config.trainer_spec == "local" else "transformer_engine general_gemm (cuBLASLt)"
