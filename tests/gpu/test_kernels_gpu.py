@@ -1,0 +1,189 @@
+"""The kernels on real shapes (Qwen3-0.6B and Qwen3-8B): the same bits whatever the rows, tile, pages or shards, and accuracy.
+
+That a tile moves no bit is a fact about a card, not a theorem: tensor cores round inside a product as they like, only the same for every
+tile. These tests are the proof for the card they run on; kernels/gemm and kernels/attention choose tiles by the number of rows on
+the strength of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from rlmismatch.kernels import attention, gemm, logprob, norm, reduce, rope, swiglu
+from tests.kernels.budget import assert_within_budget
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+Randn = Callable[..., torch.Tensor]
+BF16 = torch.bfloat16
+ROWS = (1, 2, 16, 17, 64, 65, 256, 512, 513, 1024)
+# (K, N): qkv, gate_up and o, down of the two models
+COLUMN_SHAPES = [(1024, 4096), (1024, 6144), (4096, 6144), (4096, 24576)]
+ROW_SHAPES = [(2048, 1024), (3072, 1024), (4096, 4096), (12288, 4096)]
+HEADS = [(16, 8), (32, 8)]  # query and KV heads, head dim 128
+VOCAB = 151936
+SCALE = 128**-0.5
+
+
+@pytest.fixture
+def randn() -> Randn:
+    generator = torch.Generator("cuda").manual_seed(20251129)
+
+    def make(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator, device="cuda") * scale).to(dtype)
+
+    return make
+
+
+@pytest.mark.parametrize(("width", "columns"), COLUMN_SHAPES)
+def test_linear_rows_have_the_same_bits_at_every_m(randn: Randn, width: int, columns: int) -> None:
+    x, weight = randn(2048, width), randn(columns, width, scale=0.02)
+    whole = gemm.linear(x, weight, impl="triton")
+    for rows in ROWS:
+        assert torch.equal(gemm.linear(x[-rows:], weight, impl="triton"), whole[-rows:]), f"M={rows}"
+    assert torch.equal(gemm.linear(x, weight, impl="triton"), whole)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+def test_no_tile_moves_a_bit(randn: Randn, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    from rlmismatch.kernels.gemm import triton as kernel
+
+    x, weight = randn(300, 1032, dtype=dtype), randn(520, 1032, dtype=dtype)
+    table = kernel._TILES[x.element_size()]
+    results = []
+    for _, tile in table:
+        monkeypatch.setitem(kernel._TILES, x.element_size(), ((None, tile),))
+        results.append((gemm.linear(x, weight, impl="triton"), gemm.row_partial(x, weight, k_total=1032, impl="triton")))
+    for (linear, partial), (_, tile) in zip(results, table, strict=True):
+        assert torch.equal(linear, results[0][0]), tile
+        assert torch.equal(partial, results[0][1]), tile
+
+
+@pytest.mark.parametrize(("width", "columns"), COLUMN_SHAPES)
+def test_linear_accuracy(randn: Randn, width: int, columns: int) -> None:
+    x, weight = randn(300, width), randn(columns, width, scale=0.02)
+    exact = x.double() @ weight.double().T
+    assert_within_budget(gemm.linear(x, weight, impl="triton"), exact, torch.nn.functional.linear(x, weight))
+    in_float32 = gemm.linear(x, weight, impl="triton", out_dtype=torch.float32)
+    assert_within_budget(in_float32.bfloat16(), exact, torch.nn.functional.linear(x, weight))
+
+
+def test_float32_linear_is_not_tf32(randn: Randn) -> None:
+    x, weight = randn(64, 1024, dtype=torch.float32), randn(256, 1024, dtype=torch.float32)
+    exact = x.double() @ weight.double().T
+    assert (gemm.linear(x, weight, impl="triton").double() - exact).abs().max() < 2.0**-19 * 1024**0.5
+
+
+@pytest.mark.parametrize("rows", [1, 64, 700])
+@pytest.mark.parametrize(("width", "columns"), ROW_SHAPES)
+def test_row_parallel_bits_do_not_depend_on_tp(randn: Randn, width: int, columns: int, rows: int) -> None:
+    x, weight = randn(rows, width), randn(columns, width, scale=0.02)
+
+    def at(tp: int) -> torch.Tensor:
+        shards = zip(x.chunk(tp, -1), weight.chunk(tp, -1), strict=True)
+        partials = [gemm.row_partial(a, w, k_total=width, impl="triton") for a, w in shards]
+        return reduce.fold(partials, impl="triton", out_dtype=torch.float32)
+
+    whole = at(1)
+    for tp in (2, 4, 8):
+        assert torch.equal(at(tp), whole), f"TP{tp}"
+    assert_within_budget(whole.bfloat16(), x.double() @ weight.double().T, torch.nn.functional.linear(x, weight))
+
+
+@pytest.mark.parametrize("width", [128, 1024, 4096, 12288])
+def test_norm(randn: Randn, width: int) -> None:
+    x, r, weight = randn(777, width), randn(777, width), 1 + randn(width, scale=0.2)
+    y, residual = norm.add_rms_norm(x, r, weight, 1e-6, impl="triton")
+    assert torch.equal(residual, x + r)
+    for rows in (1, 5, 256):
+        assert torch.equal(norm.rms_norm(residual[:rows], weight, 1e-6, impl="triton"), y[:rows])
+    total = residual.double()
+    exact = total / (total.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    hidden = residual.float()
+    plain = weight * (hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-6)).bfloat16()
+    assert_within_budget(y, exact, plain)
+
+
+def test_rope(randn: Randn) -> None:
+    q, k, positions = randn(600, 32, 128), randn(600, 8, 128), torch.randint(0, 40960, (600,), device="cuda")
+    inv_freq = 1.0 / 1e6 ** (torch.arange(0, 128, 2, device="cuda", dtype=torch.float32) / 128)
+    together = rope.rotary(q, k, positions, inv_freq, impl="triton")
+    alone = rope.rotary(q[-1:], k[-1:], positions[-1:], inv_freq, impl="triton")
+    assert torch.equal(alone.q_THD[0], together.q_THD[-1])
+    assert torch.equal(alone.k_THD[0], together.k_THD[-1])
+    angle = positions[:, None, None].float() * inv_freq
+    exact_angle = positions[:, None, None].double() * inv_freq.double()
+    a, b = q.chunk(2, dim=-1)
+    plain = torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1).bfloat16()
+    a, b = a.double(), b.double()
+    exact = torch.cat([a * exact_angle.cos() - b * exact_angle.sin(), b * exact_angle.cos() + a * exact_angle.sin()], dim=-1)
+    assert_within_budget(together.q_THD, exact, plain)
+
+
+def test_swiglu(randn: Randn) -> None:
+    gate_up = randn(500, 2 * 12288, scale=2.0)
+    out = swiglu.swiglu_packed(gate_up, impl="triton")
+    assert torch.equal(swiglu.swiglu_packed(gate_up[-1:], impl="triton"), out[-1:])
+    gate, up = gate_up.chunk(2, dim=-1)
+    plain = (torch.nn.functional.silu(gate.float()) * up.float()).bfloat16()
+    assert_within_budget(out, torch.nn.functional.silu(gate.double()) * up.double(), plain)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_attention_is_one_arithmetic(randn: Randn, heads: int, kv_heads: int) -> None:
+    """Dense, paged at two block sizes, chunks that use every tile, and decode: one row, one set of bits."""
+    tokens = 1500
+    q, k, v = randn(tokens, heads, 128), randn(tokens, kv_heads, 128), randn(tokens, kv_heads, 128)
+    dense = attention.causal(q, k, v, [0, tokens], scale=SCALE, impl="triton")
+    two = attention.causal(torch.cat([q, q]), torch.cat([k, k]), torch.cat([v, v]), [0, tokens, 2 * tokens], scale=SCALE, impl="triton")
+    assert torch.equal(two.out_THD[tokens:], dense.out_THD)
+    for block_size in (16, 128):
+        cache_k, cache_v, table = _paged(k, v, block_size)
+        for start, end in ((0, tokens), (0, 8), (8, 40), (700, 1213), (1, 2), (63, 64), (64, 65), (1499, 1500)):
+            part = attention.paged(q[start:end], cache_k, cache_v, table, [0, end - start], [end], scale=SCALE, impl="triton")
+            assert torch.equal(part.out_THD, dense.out_THD[start:end]), (block_size, start, end)
+            assert torch.equal(part.lse_HT, dense.lse_HT[:, start:end]), (block_size, start, end)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+def test_attention_accuracy(randn: Randn, dtype: torch.dtype, head_dim: int) -> None:
+    q, k, v = (randn(200, heads, head_dim, dtype=dtype) for heads in (8, 2, 2))
+    actual = attention.causal(q, k, v, [0, 200], scale=SCALE, impl="triton")
+    exact = attention.causal(q.double(), k.double(), v.double(), [0, 200], scale=SCALE, impl="reference")
+    plain = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, scale=SCALE, enable_gqa=True
+    )
+    assert_within_budget(actual.out_THD, exact.out_THD, plain[0].transpose(0, 1))
+    assert (actual.lse_HT - exact.lse_HT).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_logprob(randn: Randn, dtype: torch.dtype) -> None:
+    logits, targets = randn(64, VOCAB + 128, dtype=dtype, scale=3.0), torch.randint(0, VOCAB, (64,), device="cuda")
+    logits[:, VOCAB:] = torch.nan
+    whole = logprob.selected(logits, targets, vocab_size=VOCAB, impl="triton")
+    for width in (76032, 75968, 64 * 100):  # the trainer's shards at TP2, the rollout's, and a third
+        bounds = range(0, VOCAB, width)
+        parts = [logprob.partials(logits[:, b : b + width], targets, vocab_start=b, vocab_size=VOCAB, impl="triton") for b in bounds]
+        assert torch.equal(logprob.merge(parts, vocab_size=VOCAB, impl="triton"), whole), width
+    every = logprob.log_softmax(logits, vocab_size=VOCAB, impl="triton")
+    assert torch.equal(every.gather(1, targets[:, None])[:, 0], whole)
+    assert torch.equal(logprob.selected(logits[5:6], targets[5:6], vocab_size=VOCAB, impl="triton"), whole[5:6])
+    exact = logits[:, :VOCAB].double().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    plain = logits[:, :VOCAB].float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    assert_within_budget(whole, exact, plain)
+
+
+def _paged(k: torch.Tensor, v: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One sequence in shuffled pages of an interleaved cache [blocks, 2, B, Hkv, D] whose other slots are NaN."""
+    needed = -(-len(k) // block_size)
+    cache = torch.full((needed + 5, 2, block_size, *k.shape[1:]), torch.nan, dtype=k.dtype, device="cuda")
+    table = torch.randperm(needed + 5, device="cuda")[:needed].to(torch.int32)
+    for n, page in enumerate(table.tolist()):
+        rows = slice(n * block_size, (n + 1) * block_size)
+        cache[page, 0, : len(k[rows])], cache[page, 1, : len(v[rows])] = k[rows], v[rows]
+    return cache[:, 0], cache[:, 1], table[None]

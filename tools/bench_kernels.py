@@ -1,0 +1,278 @@
+"""Time every Triton kernel beside what it replaces, in one run on one GPU: ``python tools/bench_kernels.py [--json FILE] [--only NAME]``.
+
+Medians of repeated launches with a cold L2 (triton.testing.do_bench). The rate is the kernel's own: arithmetic that the operation
+needs, or bytes that it must move, over its time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch.nn import functional
+
+from rlmismatch.kernels import attention, gemm, logprob, norm, reduce, rope, swiglu
+
+BF16 = torch.bfloat16
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB = 32, 8, 128, 4096, 12288, 151936  # Qwen3-8B
+GEMM_ROWS = (1, 16, 64, 256, 1024, 4096)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One kernel on one shape. `work`: floating-point operations or bytes, as `unit` says."""
+
+    kernel: str
+    shape: str
+    ours: Callable[[], object]
+    baseline: str
+    theirs: Callable[[], object]
+    work: float
+    unit: Literal["TFLOP/s", "GB/s"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    kernel: str
+    shape: str
+    ours_us: float
+    baseline: str
+    baseline_us: float
+    rate: float
+    unit: str
+
+    @property
+    def speed(self) -> float:
+        """Time of the baseline over ours: above 1 the kernel is faster."""
+        return self.baseline_us / self.ours_us
+
+
+def _randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=BF16)
+
+
+def _row_parallel_layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return reduce.fold([gemm.row_partial(x, weight, k_total=x.shape[-1], impl="triton")], impl="triton", out_dtype=BF16)
+
+
+def _stack_and_sum(partials: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(partials).sum(0).to(BF16)
+
+
+def _silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def _eager_rope(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor) -> list[torch.Tensor]:
+    angle = positions[:, None, None] * torch.cat([inv_freq, inv_freq])
+    cos, sin = angle.cos().to(BF16), angle.sin().to(BF16)
+    half = inv_freq.numel()
+    return [x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin for x in (q, k)]
+
+
+def _gemm() -> Iterator[Case]:
+    for width, columns in ((HIDDEN, 6144), (HIDDEN, 2 * FFN), (FFN, HIDDEN)):
+        weight = _randn(columns, width)
+        for rows in GEMM_ROWS:
+            x = _randn(rows, width)
+            yield Case(
+                kernel="gemm.linear",
+                shape=f"{rows} x {width} x {columns}",
+                ours=partial(gemm.linear, x, weight, impl="triton"),
+                baseline="cuBLAS",
+                theirs=partial(functional.linear, x, weight),
+                work=2.0 * rows * width * columns,
+                unit="TFLOP/s",
+            )
+
+
+def _row_parallel() -> Iterator[Case]:
+    weight = _randn(HIDDEN, FFN)
+    for rows in GEMM_ROWS:
+        x = _randn(rows, FFN)
+        yield Case(
+            kernel="gemm.row_partial + reduce.fold",
+            shape=f"{rows} x {FFN} x {HIDDEN}",
+            ours=partial(_row_parallel_layer, x, weight),
+            baseline="cuBLAS",
+            theirs=partial(functional.linear, x, weight),
+            work=2.0 * rows * FFN * HIDDEN,
+            unit="TFLOP/s",
+        )
+
+
+def _reduce() -> Iterator[Case]:
+    for ranks in (2, 8):
+        partials = [torch.randn(2048, HIDDEN, device="cuda") for _ in range(ranks)]
+        yield Case(
+            kernel="reduce.fold",
+            shape=f"{ranks} x 2048 x {HIDDEN}",
+            ours=partial(reduce.fold, partials, impl="triton", out_dtype=BF16),
+            baseline="torch.stack.sum",
+            theirs=partial(_stack_and_sum, partials),
+            work=2048.0 * HIDDEN * (4 * ranks + 2),
+            unit="GB/s",
+        )
+
+
+def _norm() -> Iterator[Case]:
+    for rows, width in ((1, HIDDEN), (4096, HIDDEN), (4096 * HEADS, HEAD_DIM)):
+        x, weight = _randn(rows, width), _randn(width)
+        yield Case(
+            kernel="norm.rms_norm",
+            shape=f"{rows} x {width}",
+            ours=partial(norm.rms_norm, x, weight, 1e-6, impl="triton"),
+            baseline="F.rms_norm",
+            theirs=partial(functional.rms_norm, x, (width,), weight, 1e-6),
+            work=4.0 * rows * width,
+            unit="GB/s",
+        )
+
+
+def _rope() -> Iterator[Case]:
+    inv_freq = 1.0 / 1e6 ** (torch.arange(0, HEAD_DIM, 2, device="cuda", dtype=torch.float32) / HEAD_DIM)
+    for rows in (1, 4096):
+        q, k, positions = _randn(rows, HEADS, HEAD_DIM), _randn(rows, KV_HEADS, HEAD_DIM), torch.arange(rows, device="cuda")
+        yield Case(
+            kernel="rope.rotary",
+            shape=f"{rows} x {HEADS}/{KV_HEADS} x {HEAD_DIM}",
+            ours=partial(rope.rotary, q, k, positions, inv_freq, impl="triton"),
+            baseline="eager",
+            theirs=partial(_eager_rope, q, k, positions, inv_freq),
+            work=4.0 * rows * (HEADS + KV_HEADS) * HEAD_DIM,
+            unit="GB/s",
+        )
+
+
+def _swiglu() -> Iterator[Case]:
+    for rows in (1, 4096):
+        gate_up = _randn(rows, 2 * FFN)
+        yield Case(
+            kernel="swiglu.swiglu_packed",
+            shape=f"{rows} x {FFN}",
+            ours=partial(swiglu.swiglu_packed, gate_up, impl="triton"),
+            baseline="F.silu, mul",
+            theirs=partial(_silu_and_mul, gate_up),
+            work=6.0 * rows * FFN,
+            unit="GB/s",
+        )
+
+
+def _attention() -> Iterator[Case]:
+    for tokens in (512, 4096, 16384):
+        q, k, v = _randn(tokens, HEADS, HEAD_DIM), _randn(tokens, KV_HEADS, HEAD_DIM), _randn(tokens, KV_HEADS, HEAD_DIM)
+        q4, k4, v4 = (x.transpose(0, 1)[None] for x in (q, k, v))
+        yield Case(
+            kernel="attention.causal",
+            shape=f"{tokens} x {HEADS}/{KV_HEADS} x {HEAD_DIM}",
+            ours=partial(attention.causal, q, k, v, [0, tokens], scale=HEAD_DIM**-0.5, impl="triton"),
+            baseline="SDPA",
+            theirs=partial(functional.scaled_dot_product_attention, q4, k4, v4, is_causal=True, enable_gqa=True),
+            work=2.0 * HEADS * HEAD_DIM * tokens * tokens,  # half of 4 H D T^2: causal
+            unit="TFLOP/s",
+        )
+    block_size, batch = 16, 64
+    for tokens in (512, 4096):
+        blocks = batch * tokens // block_size
+        k_cache, v_cache = _randn(blocks, block_size, KV_HEADS, HEAD_DIM), _randn(blocks, block_size, KV_HEADS, HEAD_DIM)
+        table = torch.randperm(blocks, device="cuda").to(torch.int32).view(batch, -1)
+        q = _randn(batch, HEADS, HEAD_DIM)
+        q4, k4, v4 = q[:, :, None], _randn(batch, KV_HEADS, tokens, HEAD_DIM), _randn(batch, KV_HEADS, tokens, HEAD_DIM)
+        yield Case(
+            kernel="attention.paged, decode",
+            shape=f"{batch} sequences of {tokens}, block {block_size}",
+            ours=partial(
+                attention.paged, q, k_cache, v_cache, table, range(batch + 1), [tokens] * batch, scale=HEAD_DIM**-0.5, impl="triton"
+            ),
+            baseline="SDPA, dense",
+            theirs=partial(functional.scaled_dot_product_attention, q4, k4, v4, enable_gqa=True),
+            work=4.0 * batch * tokens * KV_HEADS * HEAD_DIM,
+            unit="GB/s",
+        )
+
+
+def _logprob() -> Iterator[Case]:
+    for rows in (1, 2048):
+        logits, targets = _randn(rows, VOCAB), torch.randint(0, VOCAB, (rows,), device="cuda")
+        yield Case(
+            kernel="logprob.selected",
+            shape=f"{rows} x {VOCAB}",
+            ours=partial(logprob.selected, logits, targets, vocab_size=VOCAB, impl="triton"),
+            baseline="F.cross_entropy",
+            theirs=partial(functional.cross_entropy, logits, targets, reduction="none"),
+            work=2.0 * rows * VOCAB,
+            unit="GB/s",
+        )
+        yield Case(
+            kernel="logprob.log_softmax",
+            shape=f"{rows} x {VOCAB}",
+            ours=partial(logprob.log_softmax, logits, vocab_size=VOCAB, impl="triton"),
+            baseline="log_softmax, float32",
+            theirs=partial(functional.log_softmax, logits, dim=-1, dtype=torch.float32),
+            work=8.0 * rows * VOCAB,
+            unit="GB/s",
+        )
+
+
+SUITES: dict[str, Callable[[], Iterator[Case]]] = {
+    "gemm": _gemm,
+    "row_parallel": _row_parallel,
+    "reduce": _reduce,
+    "norm": _norm,
+    "rope": _rope,
+    "swiglu": _swiglu,
+    "attention": _attention,
+    "logprob": _logprob,
+}
+
+
+def measure(case: Case) -> Timing:
+    """Median microseconds of both, and the kernel's rate."""
+    from triton.testing import do_bench
+
+    ours_ms, baseline_ms = (do_bench(f, warmup=25, rep=200, quantiles=[0.5]) for f in (case.ours, case.theirs))
+    per_second = case.work / (ours_ms * 1e-3)
+    return Timing(
+        kernel=case.kernel,
+        shape=case.shape,
+        ours_us=ours_ms * 1e3,
+        baseline=case.baseline,
+        baseline_us=baseline_ms * 1e3,
+        rate=per_second / (1e12 if case.unit == "TFLOP/s" else 1e9),
+        unit=case.unit,
+    )
+
+
+def _line(t: Timing) -> str:
+    return f"{t.kernel:32}{t.shape:40}{t.ours_us:12.1f}{t.baseline_us:12.1f}  {t.baseline:22}{t.speed:8.2f}{t.rate:10.1f} {t.unit}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the timings there as well")
+    parser.add_argument("--only", choices=sorted(SUITES), action="append", help="measure this suite alone; may be repeated")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench_kernels.py needs a CUDA GPU")
+    print(f"{'kernel':32}{'shape':40}{'ours, us':>12}{'theirs, us':>12}  {'baseline':22}{'speed':>8}{'rate':>10}")
+    timings = []
+    for name in args.only or SUITES:
+        for case in SUITES[name]():
+            timings.append(measure(case))
+            print(_line(timings[-1]), flush=True)
+    if args.json:
+        device = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
+        args.json.write_text(json.dumps({"device": device, "timings": [dataclasses.asdict(t) for t in timings]}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
