@@ -42,7 +42,7 @@ lint: setup ## ruff: rules and formatting, changes nothing
 
 .PHONY: format
 format: setup ## ruff: rewrite the files
-	ruff check --fix .
+	ruff check --fix-only .
 	ruff format .
 
 .PHONY: types
