@@ -125,7 +125,7 @@ def side_by_side(cases: Mapping[str, Callable[[], Done]]) -> Iterator[Mapping[st
 def selected(request: pytest.FixtureRequest, parameter: str) -> set[str]:
     """The values of `parameter` in the tests of the requesting module that this session runs: nothing is started for the others."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
-    return {item.callspec.params[parameter] for item in items if hasattr(item, "callspec") and parameter in item.callspec.params}
+    return {str(item.callspec.params[parameter]) for item in items if hasattr(item, "callspec") and parameter in item.callspec.params}
 
 
 def workers(folder: Path | str) -> dict[int, str]:

@@ -43,7 +43,7 @@ def command(
         capture.check_seal(folder)
         reports.append(assemble.report(folder, budget=budget, fail_on=fail_on, waive=waive))
     if other:
-        click.echo(report.render_comparison(report.compare(reports[0], reports[1]), form))
+        click.echo(report.render_comparison(report.compare(reports[0], reports[1]), form), nl=False)
     else:
-        click.echo(report.render(reports[0], form, verbose=verbose))
+        click.echo(report.render(reports[0], form, verbose=verbose), nl=False)
     ctx.exit(reports[-1].verdict.exit_code)

@@ -71,7 +71,7 @@ def _lead(settings: Settings, controller: Controller, folder: Path, *, command_l
     result = assemble.report(folder)
     capture.write_json(folder / "report.json", result.to_json())
     capture.seal(folder)
-    print(report.render(result, format_, verbose=verbose), flush=True)
+    print(report.render(result, format_, verbose=verbose), end="", flush=True)
     print(f"captures and report: {folder}", file=sys.stderr)
     return result.verdict.exit_code
 
