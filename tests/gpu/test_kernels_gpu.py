@@ -15,7 +15,11 @@ import torch
 from rlmismatch.kernels import attention, gemm, logprob, norm, reduce, rope, swiglu
 from tests.kernels.budget import assert_within_budget
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),  # Triton 3.9; every launch states its own
+]
 
 Randn = Callable[..., torch.Tensor]
 BF16 = torch.bfloat16

@@ -24,7 +24,9 @@ class _QueryBlock(NamedTuple):
     kv_start: int
 
 
-def causal(q_THD, k_THD, v_THD, bounds: list[int], *, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def causal(
+    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, bounds: list[int], *, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [T, Hq, D] in q's dtype, lse float32 [Hq, T])."""
     lengths = [end - start for start, end in itertools.pairwise(bounds)]
     # Dense K and V are a cache whose only block is the whole batch.
@@ -32,14 +34,25 @@ def causal(q_THD, k_THD, v_THD, bounds: list[int], *, scale: float) -> tuple[tor
     return _launch(q_THD, k_1THD, v_1THD, None, bounds, lengths, scale)
 
 
-def paged(q_THD, k_cache, v_cache, table_SN, bounds: list[int], lengths: list[int], *, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def paged(
+    q_THD: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    table_SN: torch.Tensor,
+    bounds: list[int],
+    lengths: list[int],
+    *,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As `causal`, K and V read through the block table."""
     if INTERPRETED.value:
         k_cache, v_cache, table_SN = _pages_in_use(k_cache, v_cache, table_SN, lengths)
     return _launch(q_THD, k_cache, v_cache, table_SN, bounds, lengths, scale)
 
 
-def _pages_in_use(k_cache, v_cache, table_SN, lengths: list[int]):
+def _pages_in_use(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, table_SN: torch.Tensor, lengths: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Float32 copies of the blocks that the sequences own, strided like the originals, and the table that points into them.
 
     The interpreter would copy an engine's whole cache, every call.
@@ -49,11 +62,19 @@ def _pages_in_use(k_cache, v_cache, table_SN, lengths: list[int]):
     used_SN = torch.arange(table_SN.shape[1])[None, :] * block_size < torch.tensor(lengths)[:, None]
     pages, compact = torch.unique(table_SN[used_SN], return_inverse=True)
     table_SN = torch.zeros_like(table_SN).masked_scatter(used_SN, compact)
-    copies = (torch.empty_like(c[: len(pages)], dtype=torch.float32).copy_(c[pages]) for c in (k_cache, v_cache))
-    return *copies, table_SN
+    k, v = (torch.empty_like(c[: len(pages)], dtype=torch.float32).copy_(c[pages]) for c in (k_cache, v_cache))
+    return k, v, table_SN
 
 
-def _launch(q_THD, k_NBHD, v_NBHD, table_SN, bounds: list[int], lengths: list[int], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _launch(
+    q_THD: torch.Tensor,
+    k_NBHD: torch.Tensor,
+    v_NBHD: torch.Tensor,
+    table_SN: torch.Tensor | None,
+    bounds: list[int],
+    lengths: list[int],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, q_heads, head_dim = q_THD.shape
     kv_heads = k_NBHD.shape[2]
     group = q_heads // kv_heads

@@ -42,6 +42,7 @@ def row_partial(x_MK: torch.Tensor, weight_NK: torch.Tensor, *, k_total: int, im
     ascending from zero; the chunks are joined by `pairwise_tree`. A rank owns an aligned run of 2^m chunks, which is a
     subtree, and `reduce.fold` continues with the upper levels of the same tree: the same additions on the same operands at
     every tensor-parallel size that divides the number of chunks, hence the same bits. Nothing is rounded between the two.
+    The chunks are computed side by side, in a workspace of chunks x M x N floats.
     Raises UsageError if this rank's columns are not a whole subtree.
     """
     _check(x_MK, weight_NK)
