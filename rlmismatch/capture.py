@@ -179,7 +179,7 @@ def check_seal(run: Path) -> None:
         )
     if not (run / _SEAL).is_file():
         failure = run / "failure.json"
-        why = f"it failed: {read_json(failure)['what']}" if failure.is_file() else "it was interrupted"
+        why = f"it failed: {read_json(failure)['what']}" if failure.is_file() else "it was cut short"
         raise UsageError(
             "run-not-sealed",
             f"the run did not complete ({why})",
