@@ -78,7 +78,10 @@ def test_linear_accuracy(randn: Randn, width: int, columns: int) -> None:
 def test_float32_linear_is_not_tf32(randn: Randn) -> None:
     x, weight = randn(64, 1024, dtype=torch.float32), randn(256, 1024, dtype=torch.float32)
     exact = x.double() @ weight.double().T
-    assert (gemm.linear(x, weight, impl="triton").double() - exact).abs().max() < 2.0**-19 * 1024**0.5
+    plain = torch.nn.functional.linear(x, weight)  # IEEE float32: torch's default
+    errors = [(y.double() - exact).abs().max() for y in (gemm.linear(x, weight, impl="triton"), plain)]
+    # One accumulator over all of K rounds more often than cuBLAS's blocks do; TF32 would be off by about 1000 times as much.
+    assert errors[0] < 8 * errors[1]
 
 
 @pytest.mark.parametrize("rows", [1, 64, 700])
