@@ -219,8 +219,7 @@ def _serve(worker: WorkerConfig, channel: _Channel) -> None:
     while True:
         request = channel.next()
         if request["op"] == "exit":
-            engine.close()
-            channel.send({"done": {}})
+            # The process ends here, and the system takes back what the engine holds; vLLM's own shutdown takes seconds.
             return
         for message in session.handle(request):
             channel.send(message)
