@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from rlmismatch.engines.protocol import ScorePath
 from rlmismatch.pins.spec import PINS
@@ -44,6 +44,7 @@ def base_pins(settings: Settings) -> frozenset[str]:
     return frozenset(pin for knob, value in settings.knobs.items() for pin in BASE_PINS.get((knob, str(value)), ()))
 
 
-def base_knobs(settings: Settings) -> dict[str, Any]:
-    """Knobs that the adapters themselves set, in every arm."""
-    return {knob: value for knob, value in settings.knobs.items() if knob == "logprob.reduce"}
+def engine_knobs(settings: Settings, side: str) -> dict[str, str]:
+    """Knobs that the adapter of `side` sets as long as its engine lives: those of the log-prob family that hold no pin."""
+    holding = {knob for knob, _ in BASE_PINS}
+    return {k: v for k, v in settings.knobs_of(side).items() if k.startswith("logprob.") and k not in holding}

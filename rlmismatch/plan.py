@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from rlmismatch import __version__, attribution, capture, tokens
-from rlmismatch.arms import ALL, BOUNDARY, LOCAL, NATIVE, ORACLE, RETURN, ROLLOUT_PATHS, arm_id, base_knobs, base_pins, repeat_id
+from rlmismatch.arms import ALL, BOUNDARY, LOCAL, NATIVE, ORACLE, RETURN, ROLLOUT_PATHS, arm_id, base_pins, engine_knobs, repeat_id
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.axes.base import Axis
 from rlmismatch.engines.launch import Controller, SideLaunch
+from rlmismatch.engines.logprob_knobs import CHAIN_KNOBS
 from rlmismatch.engines.protocol import Arm, ScorePath, SideConfig, SideName
 from rlmismatch.errors import InconclusiveError
 from rlmismatch.evidence import Evidence, wanted_axes
@@ -97,17 +98,25 @@ class Run:
             trainer_spec=s.trainer_spec,
             vocab_padding_policy=s.vocab_padding_policy,
             plants=s.plants_of("trainer"),
+            knobs=engine_knobs(s, "trainer"),
             **shared,
         )
         rollout = SideConfig(
-            side="rollout", engine="vllm", tp=s.rollout_tp, dtype=s.rollout_dtype or s.dtype, plants=s.plants_of("rollout"), **shared
+            side="rollout",
+            engine="vllm",
+            tp=s.rollout_tp,
+            dtype=s.rollout_dtype or s.dtype,
+            plants=s.plants_of("rollout"),
+            knobs=engine_knobs(s, "rollout"),
+            **shared,
         )
         out = [
             SideLaunch(config=trainer, python=s.trainer_python or sys.executable, env=parse_env(s.trainer_env, "--trainer-env")),
             SideLaunch(config=rollout, python=s.rollout_python or sys.executable, env=parse_env(s.rollout_env, "--rollout-env")),
         ]
         if s.oracle != "off":
-            judge = SideConfig(side="oracle", engine="oracle", dtype=s.dtype, oracle_dtype=s.oracle, **shared)
+            transforms = {k: v for k, v in engine_knobs(s, "oracle").items() if k in CHAIN_KNOBS}
+            judge = SideConfig(side="oracle", engine="oracle", dtype=s.dtype, oracle_dtype=s.oracle, knobs=transforms, **shared)
             out.append(SideLaunch(config=judge, python=s.trainer_python or sys.executable))
         return tuple(out)
 
@@ -189,13 +198,12 @@ class Run:
         probes = [Arm(id=LOCAL, pins=base, probe="local", paths=("prefill",))]
         if s.attribute:
             probes.append(Arm(id=BOUNDARY, pins=every, probe="boundary", paths=("prefill",)))
-        knobs = base_knobs(s)
-        arms = [Arm(id=name, pins=pins, paths=paths, settings=knobs) for name, (pins, paths) in merged.items()]
+        arms = [Arm(id=name, pins=pins, paths=paths) for name, (pins, paths) in merged.items()]
         oracle = [Arm(id=ORACLE, paths=("oracle", "plain"))] if "oracle" in names else []
         self._run_arms("measuring", arms + probes, oracle)
         if s.attribute:
-            self._attribute(knobs, base)
-        self._run_arms("checking that native bits return", [Arm(id=RETURN, pins=base, paths=("prefill",), settings=knobs)])
+            self._attribute(base)
+        self._run_arms("checking that native bits return", [Arm(id=RETURN, pins=base, paths=("prefill",))])
 
     def _measured_axes(self) -> list[Axis]:
         """Axes with a pin that this command gives numbers to, structural zeros left out."""
@@ -203,7 +211,7 @@ class Run:
         wanted = () if self.settings.command == "probe" and not self.settings.axis else wanted_axes(self.settings)
         return [a for a in wanted if a.pins and a.built in ("complete", "pin_only") and not a.structural_zero(setup)]
 
-    def _attribute(self, knobs: dict[str, Any], base: frozenset[str]) -> None:
+    def _attribute(self, base: frozenset[str]) -> None:
         evidence = Evidence(self.folder)
         if evidence.broken:
             return  # the report says why: a broken contract is no rounding
@@ -213,7 +221,7 @@ class Run:
             missing = attribution.next_arms(table, players, floor=floor, seed=self.settings.seed)
             if not missing:
                 return
-            arms = [Arm(id=arm_id(base | pins, base), pins=base | pins, paths=("prefill",), settings=knobs) for pins in missing]
+            arms = [Arm(id=arm_id(base | pins, base), pins=base | pins, paths=("prefill",)) for pins in missing]
             left = attribution.expected_arms(table, players, floor=floor, seed=self.settings.seed) - len(table)
             self._run_arms(f"attributing (at most {left} arms left)", arms)
 

@@ -56,7 +56,9 @@ class Settings:
     seed: int = 0
     plant: tuple[str, ...] = ()
     attribute: bool = False
-    knobs: Mapping[str, str] = field(default_factory=dict)  # family knobs that were given, e.g. {"logprob.reduce": "allgather_logits"}
+    knobs: Mapping[str, str] = field(
+        default_factory=dict
+    )  # family knobs that were given, e.g. {"logprob.reduce": ..., "trainer.logprob.head_dtype": ...}
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -71,6 +73,11 @@ class Settings:
     def world_size(self) -> int:
         """Ranks that the larger side needs."""
         return max(self.trainer_tp, self.rollout_tp)
+
+    def knobs_of(self, side: str) -> dict[str, str]:
+        """Knob -> value on `side`: those for both sides, and over them those given for this side (``trainer.logprob.head_dtype``)."""
+        both = {k: v for k, v in self.knobs.items() if k.partition(".")[0] not in ("trainer", "rollout")}
+        return both | {k.partition(".")[2]: v for k, v in self.knobs.items() if k.partition(".")[0] == side}
 
     def plants_of(self, side: str) -> tuple[str, ...]:
         """Ids of the plants on `side`."""

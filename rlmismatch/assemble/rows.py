@@ -68,7 +68,7 @@ def knobs(evidence: Evidence, book: ScoreBook) -> tuple[KnobRow, ...]:
                     reason=row.get("reason", ""),
                 )
             )
-        for knob, value in evidence.settings.knobs.items():
+        for knob, value in evidence.settings.knobs_of(side).items():
             if native is None or knob in native.knobs:
                 continue
             missing = sorted(p for p in evidence.base_pins if not native.calls.get(p)) if native.arm.pins else []

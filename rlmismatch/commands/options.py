@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -146,6 +146,46 @@ def options(*groups: list[Any]) -> Callable[[Callable[..., Any]], Callable[..., 
         return functools.reduce(lambda f, option: option(f), reversed(flat), function)
 
     return decorate
+
+
+@dataclasses.dataclass(frozen=True)
+class Knob:
+    """An option of one family's command that turns a knob. values: ``a|b|c``, or a type for a free value."""
+
+    option: str
+    values: str | type[int] | type[float] | type[str]
+    help: str
+    # each: both sides, or one alone. both: never one alone. trainer: the rollout has nothing of the kind, and is not asked.
+    side: Literal["each", "both", "trainer"] = "each"
+
+    @property
+    def name(self) -> str:
+        return self.option.removeprefix("--").replace("-", "_")
+
+
+def knob_options(family: str, knobs: Sequence[Knob]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a command with an option a knob, and hidden ones ``--trainer.NAME`` and ``--rollout.NAME`` for one side alone."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for knob in reversed(knobs):
+            kind = click.Choice(knob.values.split("|")) if isinstance(knob.values, str) else knob.values
+            for side in ("trainer", "rollout") if knob.side == "each" else ():
+                option = f"--{side}.{knob.option.removeprefix('--')}"
+                function = click.option(option, f"{side}_knob_{knob.name}", type=kind, hidden=True, help=f"{knob.help} {side} alone.")(
+                    function
+                )
+            function = click.option(knob.option, f"knob_{knob.name}", type=kind, help=knob.help)(function)
+        return function
+
+    return decorate
+
+
+def split_knobs(family: str, knobs: Sequence[Knob], given: Mapping[str, Any]) -> tuple[dict[str, str | None], dict[str, Any]]:
+    """(knob id -> value, the options that are no knobs). A side's own knob is ``trainer.FAMILY.NAME``."""
+    ids = {f"{side}_knob_{k.name}": f"{side}.{family}.{k.name}" for k in knobs for side in ("trainer", "rollout")}
+    ids |= {f"knob_{k.name}": f"trainer.{family}.{k.name}" if k.side == "trainer" else f"{family}.{k.name}" for k in knobs}
+    values = {ids[name]: None if value is None else str(value) for name, value in given.items() if name in ids}
+    return values, {name: value for name, value in given.items() if name not in ids}
 
 
 PLANTED_TEMPERATURE = 0.7  # at 1 a side has no temperature to leave out

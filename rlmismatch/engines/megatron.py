@@ -10,26 +10,32 @@ import dataclasses
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from rlmismatch.checkpoint import Checkpoint, digest
 from rlmismatch.contract import Reading
-from rlmismatch.engines import megatron_model, megatron_plants, megatron_provenance, megatron_readings, megatron_weights
+from rlmismatch.engines import (
+    logprob_knobs,
+    megatron_knobs,
+    megatron_model,
+    megatron_plants,
+    megatron_provenance,
+    megatron_readings,
+    megatron_weights,
+)
+from rlmismatch.engines.megatron_knobs import TrainerKnobs
 from rlmismatch.engines.protocol import Arm, ArmResult, SideConfig
 from rlmismatch.errors import UsageError
 from rlmismatch.pins.collectives import TpGroup
 from rlmismatch.pins.hooks import OpSwitch, Recorder, installed
 from rlmismatch.pins.megatron import TrainerOps
-from rlmismatch.pins.megatron_logprob import REDUCES, LossSettings, VocabShard
+from rlmismatch.pins.megatron_logprob import LossSettings, VocabShard
 from rlmismatch.pins.megatron_shape import TrainerShape
 from rlmismatch.pins.megatron_te import TransformerEngineOps
 from rlmismatch.pins.spec import PINS, boundary_names
 from rlmismatch.tokens import Prompt, Sequence
-
-_REDUCE_KNOB: Final = "logprob.reduce"
-_PINNED_REDUCE: Final = "allgather_partials_fixed_merge"
 
 
 class MegatronEngine:
@@ -84,10 +90,12 @@ class MegatronEngine:
                 head_dim=self.model.head_dim,
                 eps=self.model.rms_eps,
                 inv_freq=self.model.rope.inv_freq(self.model.head_dim).to(self.device),
-                temperature=config.temperature,
+                chain=logprob_knobs.chain_of(config),
+                head=self._knobs(Arm(id="load")).head,
             ),
             self.shard,
         )
+        self._standing.enter_context(megatron_model.fused_loss(self.gpt.config, self.native_settings.fusion))
 
     def run(self, arm: Arm, sequences: Seq[Sequence]) -> ArmResult:
         """Score the sequences under one arm; the native state is back on return, also after an error.
@@ -96,9 +104,10 @@ class MegatronEngine:
         """
         started = time.perf_counter()
         self._check(arm, sequences)
-        settings, knobs = self._settings(arm)
+        knobs = self._knobs(arm)
+        settings = self._planted(knobs.loss)
         switch = OpSwitch(active=arm.pins, probe=arm.probe, recorder=Recorder())
-        result = ArmResult(arm=arm, knobs=knobs)
+        result = ArmResult(arm=arm, knobs=logprob_knobs.under_pin(knobs.outcomes, arm.pins))
         scores: dict[str, torch.Tensor] = {}
         with installed(self.ops.patches(switch, settings)) as counter:
             for sequence in sequences[:1] if arm.probe == "boundary" else sequences:
@@ -147,12 +156,16 @@ class MegatronEngine:
 
     @property
     def native_settings(self) -> LossSettings:
-        """What this run asks of the native loss, before any arm. Plant temperature_not_applied forgets the temperature."""
-        padded = self.shard.padded_vocab_size > self.shard.vocab_size
-        return LossSettings(
-            padding=self.config.vocab_padding_policy if padded else "include",
-            temperature=1.0 if "temperature_not_applied" in self.plants else self.config.temperature,
-        )
+        """What this run asks of the native loss, before any arm. A plant may have a transform left out or moved."""
+        return self._planted(self._knobs(Arm(id="native")).loss)
+
+    @property
+    def knob_outcomes(self) -> Mapping[str, Mapping[str, Any]]:
+        """What became of each knob of this run, before any arm."""
+        return self._knobs(Arm(id="native")).outcomes
+
+    def _planted(self, loss: LossSettings) -> LossSettings:
+        return dataclasses.replace(loss, chain=logprob_knobs.planted_chain(loss.chain, self.plants))
 
     def forward(self, token_ids: Seq[int], labels: Seq[int] | None) -> torch.Tensor:
         """float32 [S] loss per position, or without labels logits [S, V / tp]; S is padded on the right to a multiple of TP under SP.
@@ -187,23 +200,14 @@ class MegatronEngine:
             if name in joined
         }
 
-    def _settings(self, arm: Arm) -> tuple[LossSettings, dict[str, dict[str, Any]]]:
-        """The native loss's settings under `arm`, and what became of each knob that was asked for."""
-        settings, knobs = self.native_settings, {}
-        asked = {**self.config.knobs, **arm.settings}
-        for knob, value in asked.items():
-            if "." not in knob:
-                continue  # a fact for the worker, such as the BOS id; knobs are named family.name
-            if knob != _REDUCE_KNOB or value not in REDUCES:
-                known = f"{_REDUCE_KNOB}: {', '.join(REDUCES)}"
-                knobs[knob] = _outcome(value, None, "unsupported", f"the trainer has {known}")
-            elif "logprob" in arm.pins:
-                same = value == _PINNED_REDUCE
-                knobs[knob] = _outcome(value, _PINNED_REDUCE, "applied" if same else "fell_back", "the pin logprob is in force")
-            else:
-                settings = dataclasses.replace(settings, reduce=value)
-                knobs[knob] = _outcome(value, value, "applied", "one shard" if self.tp.size == 1 else "")
-        return settings, knobs
+    def _knobs(self, arm: Arm) -> TrainerKnobs:
+        """What `arm` asks of the native loss, and what became of each knob."""
+        return megatron_knobs.resolve(
+            self.config,
+            arm.settings,
+            padded=self.shard.padded_vocab_size > self.shard.vocab_size,
+            te_loss=megatron_model.has_te_loss(self.gpt),
+        )
 
     def _check(self, arm: Arm, sequences: Seq[Sequence]) -> None:
         if set(arm.paths) - {"forward"}:
@@ -226,7 +230,3 @@ class MegatronEngine:
                     "token-outside-vocabulary",
                     f"sequence {sequence.id!r} holds token id {bad[0]}, the vocabulary has {self.model.vocab_size}",
                 )
-
-
-def _outcome(requested: Any, actual: Any, status: str, reason: str) -> dict[str, Any]:
-    return {"requested": requested, "actual": actual, "status": status, "reason": reason}

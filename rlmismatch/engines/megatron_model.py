@@ -43,6 +43,25 @@ class _NoRngTracker:
         yield
 
 
+def has_te_loss(gpt: Any) -> bool:
+    """Whether Megatron can call Transformer Engine's cross entropy here."""
+    from megatron.core.models.common.language_module import language_module
+
+    return language_module.te_parallel_cross_entropy is not None and next(gpt.parameters()).is_cuda
+
+
+@contextlib.contextmanager
+def fused_loss(config: Any, fusion: str) -> Iterator[None]:
+    """Turns Megatron's own fused cross entropy on (native, te) or off (anything else), which it reads at every call."""
+    before = config.cross_entropy_loss_fusion, config.cross_entropy_fusion_impl
+    config.cross_entropy_loss_fusion = fusion in ("native", "te")
+    config.cross_entropy_fusion_impl = fusion if fusion in ("native", "te") else before[1]
+    try:
+        yield
+    finally:
+        config.cross_entropy_loss_fusion, config.cross_entropy_fusion_impl = before
+
+
 def cpu_shims() -> contextlib.AbstractContextManager[Any]:
     """Makes Megatron-core's few hard-wired CUDA calls point at the CPU while the context is open. Process-wide."""
     from megatron.core import tensor_parallel

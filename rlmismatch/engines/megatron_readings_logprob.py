@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 
 from rlmismatch.contract import Reading, not_applicable, read, unknown
 from rlmismatch.engines import megatron_trials
+from rlmismatch.engines.logprob_knobs import COLLECTIVES, ORDERS, chain_fields
 from rlmismatch.engines.megatron_evidence import (
     Fields,
     by_table,
     core_version,
-    derived,
     dtype_of,
     forward_only,
     from_environment,
     gemm_library,
 )
+from rlmismatch.pins.megatron_logprob import NATIVE_WAY, Fusion
 
 if TYPE_CHECKING:
     from rlmismatch.engines.megatron import MegatronEngine
+
+
+_IMPLS: Final[Mapping[Fusion, str]] = {
+    "none": "mcore_unfused",
+    "native": "mcore_native_fused",
+    "te": "mcore_te_fused",
+    "chunked_linear_ce": "chunked_linear_ce",
+    "slime_vocab_parallel": "slime_vocab_parallel",
+}
+_DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def logprob_family(engine: MegatronEngine) -> dict[str, Fields]:
     """axis id -> field -> reading. Collective: runs short trials on all ranks."""
     loss = megatron_trials.loss(engine)
     chain = loss.chain
-    config = engine.gpt.config
     return {
         "logprob.provenance": _logprob_provenance(engine, chain),
         "logprob.vocab_padding": _vocab_padding(engine, loss.padding),
@@ -35,50 +46,56 @@ def logprob_family(engine: MegatronEngine) -> dict[str, Fields]:
         "logprob.reduce": _logprob_reduce(engine, loss.offset),
         "logprob.merge_order": _merge_order(engine),
         "logprob.precision": _logprob_precision(engine),
-        "logprob.transform_chain": {
-            "transform_chain": chain,
-            "temperature_applied": loss.temperature,
-            "logprobs_mode": derived(chain, lambda c: "processed_logprobs" if c else "raw_logprobs"),
-            "soft_cap": derived(chain, lambda _: 0.0),
-            "logit_scale": derived(chain, lambda _: 1.0),
-            "top_p": derived(chain, lambda _: 1.0),
-            "top_k": derived(chain, lambda _: 0),
-            "min_p": derived(chain, lambda _: 0.0),
-            "penalties": derived(chain, lambda _: []),
-        },
+        "logprob.transform_chain": chain_fields(chain),
         "logprob.selected_gather": {
-            "single_owner": by_table(True, "tensor_parallel/cross_entropy.py: other ranks add 0"),
+            "single_owner": _by_way(engine, True, "tensor_parallel/cross_entropy.py: other ranks add 0"),
             "shift_convention": read("logits[t] score token t+1", "labels handed to GPTModel.forward"),
             "ignore_index": by_table("none", "tensor_parallel/cross_entropy.py"),
             "active_mask": read("response tokens", "slice of the loss that is kept"),
         },
         "logprob.head_gemm": _head_gemm(engine),
-        "logprob.fusion": {
-            "fusion_impl": read(
-                config.cross_entropy_fusion_impl if config.cross_entropy_loss_fusion else "none",
-                "config.cross_entropy_loss_fusion",
-            ),
-            "block_size": not_applicable("no fused loss"),
-            "chunk_size": not_applicable("no fused loss"),
-        },
+        "logprob.fusion": _fusion(engine),
         "logprob.backward": forward_only("dlogits", "entropy_reduction", "grad_downcast_at", "autograd_path"),
+    }
+
+
+def _by_way(engine: MegatronEngine, value: Any, source: str) -> Reading:
+    """`value` by the table of Megatron's own loss, or as read from the settings where another loss is in force."""
+    settings = engine.native_settings
+    own = settings.way == NATIVE_WAY and settings.fusion in ("none", "native")
+    return by_table(value, source) if own else read(value, "settings of the loss that is in force")
+
+
+def _fusion(engine: MegatronEngine) -> Fields:
+    settings, config = engine.native_settings, engine.gpt.config
+    live = config.cross_entropy_fusion_impl if config.cross_entropy_loss_fusion else "none"
+    none = not_applicable("no loss in tiles")
+    tiled, chunked = settings.fusion == "chunked_linear_ce", settings.fusion in ("chunked_linear_ce", "slime_vocab_parallel")
+    return {
+        "fusion_impl": read("chunked_linear_ce" if tiled else live, "config.cross_entropy_loss_fusion, and the hook on the loss"),
+        "block_size": read(settings.block_size, "settings of the loss that is in force") if tiled else none,
+        "chunk_size": read(settings.chunk_size, "settings of the loss that is in force") if chunked else none,
     }
 
 
 def _logprob_provenance(engine: MegatronEngine, chain: Reading) -> Fields:
     config = engine.gpt.config
-    impl = f"mcore_{config.cross_entropy_fusion_impl}_fused" if config.cross_entropy_loss_fusion else "mcore_unfused"
+    settings = engine.native_settings
+    live: Fusion = config.cross_entropy_fusion_impl if config.cross_entropy_loss_fusion else "none"
+    impl = _IMPLS[settings.fusion if settings.fusion in ("chunked_linear_ce", "slime_vocab_parallel") else live]
+    asked = {k: v for k, v in engine.config.knobs.items() if k in ("logprob.trainer_impl", "logprob.fusion_impl")}
+    refused = "; ".join(o["reason"] for k, o in engine.knob_outcomes.items() if k in asked and o["status"] != "applied")
     return {
         "vocab_size": _real_vocabulary(engine),
         "tensor_parallel_size": read(engine.tp.size, "size of the live tensor-parallel group"),
         "model_dtype": read(dtype_of(*engine.gpt.parameters()), "dtype of every parameter"),
         "transform_chain": chain,
         "active_mask": read("response tokens", "slice of the loss that is kept"),
-        "impl": read(impl, "config.cross_entropy_loss_fusion"),
+        "impl": read(impl, "config.cross_entropy_loss_fusion, and the hook on the loss"),
         "version": read(core_version(), "megatron.core.__version__"),
-        "requested_backend": read(impl, "config.cross_entropy_loss_fusion"),
+        "requested_backend": read(next(iter(asked.values()), "mcore_unfused"), "--trainer-impl, --fusion-impl"),
         "actual_backend": read(impl, "config.cross_entropy_loss_fusion is read at every call"),
-        "fallback_reason": not_applicable("no fallback in the unfused loss"),
+        "fallback_reason": read(refused, "outcome of the knob") if refused else not_applicable("what was asked for is in force"),
     }
 
 
@@ -106,23 +123,26 @@ def _vocab_shards(engine: MegatronEngine) -> Fields:
 
 
 def _logprob_reduce(engine: MegatronEngine, offset: Reading) -> Fields:
-    tp = engine.tp.size
+    tp, way = engine.tp.size, engine.native_settings.way
     none = not_applicable("TP1: nothing to reduce" if tp == 1 else "two ranks: one addition, no order")
-    order = none if tp <= 2 else unknown(f"{dist.get_backend(engine.tp.group)} does not report its order")
+    order = unknown(f"{dist.get_backend(engine.tp.group)} does not report its order")
+    if way.reduce in ORDERS:
+        order = read(ORDERS[way.reduce], "settings of the loss that is in force")
     return {
         # A denominator that is off by a constant is a sum with terms counted twice, whatever the order.
-        "order": read(f"log-sum-exp off by {offset.value:+.4f}", offset.source) if offset.value else order,
-        "acc_dtype": by_table("float32", "tensor_parallel/cross_entropy.py: logits upcast first"),
-        "collective": read("none" if tp == 1 else "all_reduce of partials", "size of the live tensor-parallel group"),
+        "order": read(f"log-sum-exp off by {offset.value:+.4f}", offset.source) if offset.value else none if tp <= 2 else order,
+        "acc_dtype": _by_way(engine, _DTYPES[way.accum], "tensor_parallel/cross_entropy.py: logits upcast first"),
+        "collective": read("none" if tp == 1 else COLLECTIVES[way.reduce], "size of the live tensor-parallel group"),
         "engine": read(dist.get_backend(engine.tp.group), "torch.distributed.get_backend(tp group)"),
     }
 
 
 def _merge_order(engine: MegatronEngine) -> Fields:
-    tp = engine.tp.size
+    tp, fixed = engine.tp.size, engine.native_settings.way.reduce != "allreduce_partials"
     few = not_applicable("at most two shards: one addition, no order")
+    order = read("global_vocab_shard_index", "settings of the loss that is in force")
     return {
-        "merge_order": few if tp <= 2 else unknown(f"{dist.get_backend(engine.tp.group)} does not report its order"),
+        "merge_order": few if tp <= 2 else order if fixed else unknown(f"{dist.get_backend(engine.tp.group)} does not report its order"),
         "nccl_algo": from_environment("NCCL_ALGO"),
         "nccl_proto": from_environment("NCCL_PROTO"),
         "topology": read(f"{tp} ranks", "size of the live tensor-parallel group"),
@@ -130,20 +150,25 @@ def _merge_order(engine: MegatronEngine) -> Fields:
 
 
 def _logprob_precision(engine: MegatronEngine) -> Fields:
+    way = engine.native_settings.way
+    sent = "bfloat16 partials" if way.downcast == "per_partial" else "exact"
     return {
         "head_dtype": megatron_trials.head_dtype(engine),
-        "accum_dtype": by_table("float32", "tensor_parallel/cross_entropy.py: logits upcast first"),
-        "downcast_at": by_table("final_write", "tensor_parallel/cross_entropy.py"),
+        "accum_dtype": _by_way(engine, _DTYPES[way.accum], "tensor_parallel/cross_entropy.py: logits upcast first"),
+        "downcast_at": _by_way(engine, way.downcast, "tensor_parallel/cross_entropy.py"),
         "transport_dtype": (
-            not_applicable("TP1: nothing is sent") if engine.tp.size == 1 else by_table("exact", "tensor_parallel/cross_entropy.py")
+            not_applicable("TP1: nothing is sent") if engine.tp.size == 1 else _by_way(engine, sent, "tensor_parallel/cross_entropy.py")
         ),
     }
 
 
 def _head_gemm(engine: MegatronEngine) -> Fields:
+    rows = engine.ops.shape.head.rows
     return {
         "logical_rows": read("one row per scored token", "labels handed to GPTModel.forward"),
-        "physical_rows": read("every token of the sequence", "GPTModel.forward"),
+        "physical_rows": read(
+            rows or "every token of the sequence", "settings of the head that is in force" if rows else "GPTModel.forward"
+        ),
         "kernel": by_table(gemm_library(engine), "tensor_parallel/layers.py"),
         "tile_split_k": unknown("the library chooses, and does not report it"),
         "padded_batch_size": not_applicable("no graph is captured"),

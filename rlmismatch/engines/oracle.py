@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from rlmismatch.checkpoint import Checkpoint, digest
 from rlmismatch.contract import Reading
+from rlmismatch.engines.logprob_knobs import CHAIN_KNOBS, chain_of
 from rlmismatch.engines.protocol import Arm, ArmResult, SideConfig
 from rlmismatch.errors import EngineError, EnvironmentUnfitError, UsageError
 from rlmismatch.tokens import Prompt, Sequence, check_ids
@@ -41,8 +42,8 @@ class OracleEngine:
     def __init__(self, config: SideConfig, *, rank: int = 0, local_rank: int = 0) -> None:
         if config.world_size != 1:
             raise UsageError("oracle-is-one-rank", f"the oracle runs on one rank, not TP{config.tp} CP{config.cp}", where="oracle")
-        if config.plants or config.knobs:
-            raise UsageError("oracle-takes-no-plants", "the oracle takes neither plants nor knobs", where="oracle")
+        if config.plants or config.knobs.keys() - CHAIN_KNOBS:
+            raise UsageError("oracle-takes-no-plants", "the oracle takes no plant, and no knob but the transforms", where="oracle")
         self.config = config
         self._checkpoint: Checkpoint | None = None
         self._plain: Any = None
@@ -123,7 +124,7 @@ class OracleEngine:
 
     @torch.no_grad()
     def _score(self, model: Any, sequence: Sequence, *, watched: bool) -> torch.Tensor:
-        """float64 [R] on the CPU: log-softmax over the real vocabulary of logits / temperature at each response token."""
+        """float64 [R] on the CPU: log-softmax over the real vocabulary of transformed logits at each response token."""
         ids_1T = torch.tensor([sequence.token_ids], device=self.config.device)
         first = len(sequence.prompt_ids)
         parts = []
@@ -133,7 +134,7 @@ class OracleEngine:
                 rows = slice(start, start + _HEAD_BLOCK)
                 parts.append((model.lm_head(hidden_RH[rows]), ids_1T[0, first:][rows]))
         scored = [
-            torch.log_softmax(logits_RV.double() / self.config.temperature, -1).gather(-1, targets_R[:, None])[:, 0].cpu()
+            torch.log_softmax(chain_of(self.config).apply(logits_RV.double()), -1).gather(-1, targets_R[:, None])[:, 0].cpu()
             for logits_RV, targets_R in parts
         ]
         return torch.cat(scored) if scored else torch.empty(0, dtype=torch.float64)

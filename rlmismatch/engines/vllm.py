@@ -13,27 +13,26 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from typing import Any, Final, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 
 from rlmismatch.checkpoint import Checkpoint
 from rlmismatch.contract import Reading
-from rlmismatch.engines import vllm_plants, vllm_provenance, vllm_readings, vllm_weights
+from rlmismatch.engines import logprob_knobs, vllm_knobs, vllm_plants, vllm_provenance, vllm_readings, vllm_transforms, vllm_weights
 from rlmismatch.engines.protocol import Arm, ArmResult, SideConfig
 from rlmismatch.engines.vllm_collectives import AllReduceLog
 from rlmismatch.engines.vllm_scoring import RolloutPath, Scorer, tokenised
 from rlmismatch.engines.vllm_site import Site
-from rlmismatch.errors import UsageError
-from rlmismatch.pins.hooks import OpSwitch, Patch, Recorder, installed
+from rlmismatch.errors import EnvironmentUnfitError, UsageError
+from rlmismatch.pins.collectives import TpGroup
+from rlmismatch.pins.hooks import OpSwitch, Recorder, installed
 from rlmismatch.pins.spec import PINS
 from rlmismatch.pins.vllm import VllmPins
 from rlmismatch.pins.vllm_live import LiveModel
-from rlmismatch.pins.vllm_logprob import NATIVE_REDUCE, PINNED_REDUCE, LogprobReduce, unsupported_reduce
 from rlmismatch.tokens import Prompt, Sequence
 
-REDUCE_KNOB: Final = "logprob.reduce"
 _KV_CACHE_BYTES = 2**30  # on the CPU; pages that no token reaches are never touched
 
 
@@ -65,20 +64,25 @@ class VllmEngine:
         self._live = LiveModel(
             model=runner.model,
             sampler=runner.sampler,
-            rank=group.rank_in_group,
-            size=group.world_size,
-            group=group.device_group if group.world_size > 1 else None,
+            tp=TpGroup(group=group.device_group, size=group.world_size, rank=group.rank_in_group),
             all_reduce=_all_reduce,
             eps=model.rms_eps,
             inv_freq=model.rope.inv_freq(model.head_dim).to(runner.device),
             num_kv_heads=model.num_kv_heads,
             vocab_size=model.vocab_size,
-            temperature=config.temperature,
+            chain=logprob_knobs.chain_of(config),
         )
+        backend = self._live.layers[0].self_attn.attn.attn_backend
+        if not backend.supports_head_size(model.head_dim):  # the CPU's says so in the middle of the first step only
+            raise EnvironmentUnfitError(
+                "attention-head-dim-unsupported",
+                f"vLLM's {backend.get_name()} has no kernel for heads of {model.head_dim}",
+                where="rollout",
+                hint=f"it has {', '.join(map(str, backend.get_supported_head_sizes()))}",
+            )
         self._host_group = group.cpu_group if group.world_size > 1 else None
         self._scorer = Scorer(llm=self._llm, runner=runner, chunk_size=config.chunk_size)
-        if config.temperature != 1.0 and "temperature_not_applied" not in config.plants:
-            self._stack.enter_context(installed([self._temperature()]))
+        self._stack.enter_context(vllm_transforms.in_force(self._live, config))
         self._all_reduces = AllReduceLog(group.device_communicator)
         self._stack.enter_context(installed(self._all_reduces.patches()))
         for plant in self._plants.values():
@@ -100,7 +104,7 @@ class VllmEngine:
         return self._scorer.sample(
             tokenised(prompts, tokenizer),
             max_new_tokens=max_new_tokens,
-            temperature=self.config.temperature,
+            chain=logprob_knobs.planted_chain(self._live.chain, self.config.plants),
             seed=seed,
             stop_at_eos=tokenizer is not None,
         )
@@ -111,9 +115,9 @@ class VllmEngine:
         boundary = arm.probe == "boundary"
         recorder = Recorder()
         switch = OpSwitch(active=arm.pins, probe=arm.probe, recorder=recorder)
-        knobs, how = self._knobs(arm)
-        pins = VllmPins(self._live, impl=self.config.impl, switch=switch, logprob_reduce=how)
-        result = ArmResult(arm=arm, knobs=knobs)
+        knobs = vllm_knobs.resolve(self.config, arm.settings, self._live)
+        pins = VllmPins(self._live, impl=self.config.impl, switch=switch, way=knobs.way)
+        result = ArmResult(arm=arm, knobs=logprob_knobs.under_pin(knobs.outcomes, arm.pins))
         with installed(pins.patches()) as counter:
             for path in ("prefill",) if boundary else arm.paths:
                 result.scores[path] = self._scorer.score(path, sequences[:1] if boundary else sequences)  # type: ignore[arg-type]
@@ -155,23 +159,6 @@ class VllmEngine:
     @property
     def _max_length(self) -> int:
         return min(self.config.max_model_len, self._checkpoint.config.max_positions)
-
-    def _knobs(self, arm: Arm) -> tuple[dict[str, dict[str, Any]], LogprobReduce | None]:
-        """What became of each knob that was asked for, and the way to reduce the log-prob (None: the pin's, or the engine's own)."""
-        knobs, how = {}, None
-        for knob, value in {**self.config.knobs, **arm.settings}.items():
-            if "." not in knob:
-                continue  # a fact for the worker, such as the BOS id; knobs are named family.name
-            reason = unsupported_reduce(self._live, value) if knob == REDUCE_KNOB else f"the rollout has {REDUCE_KNOB} only"
-            if reason is not None:
-                knobs[knob] = _outcome(value, NATIVE_REDUCE if knob == REDUCE_KNOB else None, "unsupported", reason)
-            elif "logprob" in arm.pins:
-                same = value == PINNED_REDUCE
-                knobs[knob] = _outcome(value, PINNED_REDUCE, "applied" if same else "fell_back", "the pin logprob is in force")
-            else:
-                how = value
-                knobs[knob] = _outcome(value, value, "applied", "one shard" if self._live.size == 1 else "")
-        return knobs, how
 
     def _set_environment(self) -> None:
         os.environ.update(
@@ -229,17 +216,6 @@ class VllmEngine:
 
         return get_tp_group()
 
-    def _temperature(self) -> Patch:
-        """Applies the sampling temperature to the log-probs, in float32 as the sampler does.
-
-        vLLM's own processed_logprobs mode does it for sampled tokens only: prompt log-probs are raw in every mode.
-        """
-
-        def make(native: Any) -> Any:
-            return lambda logits: native(logits.float() / self.config.temperature)
-
-        return Patch(target=self._live.sampler, name="compute_logprobs", make=make, pins=(), label="temperature")
-
     def _site(self) -> Site:
         return Site(
             scheduler=self._scorer.scheduler,
@@ -251,10 +227,6 @@ class VllmEngine:
             all_reduces=self._all_reduces,
             plants={name: plant.what for name, plant in self._plants.items()},
         )
-
-
-def _outcome(requested: Any, actual: Any, status: str, reason: str) -> dict[str, Any]:
-    return {"requested": requested, "actual": actual, "status": status, "reason": reason}
 
 
 def _all_reduce(x: torch.Tensor) -> torch.Tensor:

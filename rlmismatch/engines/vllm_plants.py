@@ -77,9 +77,12 @@ def _eps(live: LiveModel, config: SideConfig) -> Sequence[Patch]:
 
 
 def _rope_theta(live: LiveModel, config: SideConfig) -> Sequence[Patch]:
-    for rotary in {id(x): x for x in (layer.self_attn.rotary_emb for layer in live.layers)}.values():
-        rotary.base = rotary.base / 10
-        rotary.cos_sin_cache.copy_(rotary._compute_cos_sin_cache())
+    # vLLM shares one rotary object among all layers, and among all models of a process.
+    wrong = copy.deepcopy(live.layers[0].self_attn.rotary_emb)
+    wrong.base = wrong.base / 10
+    wrong.cos_sin_cache.copy_(wrong._compute_cos_sin_cache())
+    for layer in live.layers:
+        layer.self_attn.rotary_emb = wrong
     return ()
 
 
@@ -110,7 +113,7 @@ def _forward_reduce_bf16(live: LiveModel, config: SideConfig) -> Sequence[Patch]
     def hook(linear: Any) -> Patch:
         def forward(x: torch.Tensor) -> tuple[torch.Tensor, None]:
             partial = linear.quant_method.apply(linear, x, None)
-            total, *rest = (p.bfloat16() for p in live.gather(partial))
+            total, *rest = (p.bfloat16() for p in live.tp.gathered(partial))
             for part in rest:
                 total = total + part
             return total.to(partial.dtype), None

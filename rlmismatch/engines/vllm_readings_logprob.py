@@ -2,42 +2,53 @@
 
 from __future__ import annotations
 
+from typing import Any, Final
+
 import torch
 
 from rlmismatch.contract import Reading, not_applicable, read, unknown
-from rlmismatch.engines import vllm_trials
-from rlmismatch.engines.vllm_site import Fields, Site, collective_engine, derived, dtype_name, env, gemm_library, version
+from rlmismatch.engines import vllm_knobs, vllm_trials
+from rlmismatch.engines.logprob_knobs import COLLECTIVES, ORDERS, chain_fields
+from rlmismatch.engines.vllm_site import Fields, Site, collective_engine, dtype_name, env, gemm_library, version
+from rlmismatch.pins.logprob_ways import Way
+from rlmismatch.pins.vllm_logprob import NATIVE_WAY
+
+_DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def logprob_readings(site: Site) -> dict[str, Fields]:
     """axis id -> field -> reading, of the log-prob family. Collective: two short trials run on all ranks."""
     dtype = site.runner.dtype
-    score = vllm_trials.score(site.live, dtype)
+    score = vllm_trials.score(site.live, dtype, site.config)
+    knobs = vllm_knobs.resolve(site.config, {}, site.live)
+    way = knobs.way
     logits = vllm_trials.logits(site.live, dtype)
     return {
         "logprob.provenance": _logprob_provenance(site, score.chain),
         "logprob.vocab_padding": _vocab_padding(site, logits),
         "logprob.vocab_shards": _vocab_shards(site),
-        "logprob.reduce": _logprob_reduce(site, score.offset),
+        "logprob.reduce": _logprob_reduce(site, score.offset, way),
         "logprob.merge_order": {
-            "merge_order": not_applicable("the logits of all ranks are gathered, nothing is merged"),
+            "merge_order": _merge_order(site, way),
             "nccl_algo": env("NCCL_ALGO"),
             "nccl_proto": env("NCCL_PROTO"),
             "topology": read(f"{site.tp.world_size} ranks", "size of the live tensor-parallel group"),
         },
         "logprob.precision": {
             "head_dtype": read(dtype_name(logits), "trial: dtype of compute_logits"),
-            "accum_dtype": site.documented("float32", "v1/sample/sampler.py: log_softmax(dtype=float32)"),
-            "downcast_at": site.documented("final_write", "v1/sample/sampler.py"),
+            "accum_dtype": _by_way(site, way, _DTYPES[way.accum], "v1/sample/sampler.py: log_softmax(dtype=float32)"),
+            "downcast_at": _by_way(site, way, way.downcast, "v1/sample/sampler.py"),
             "transport_dtype": (
                 not_applicable("TP1: nothing is sent")
                 if site.tp.world_size == 1
+                else _by_way(site, way, "bfloat16 partials", "")
+                if way.downcast == "per_partial"
                 else site.documented("exact", "model_executor/layers/logits_processor.py: the head's own logits are gathered")
             ),
         },
-        "logprob.transform_chain": _transform_chain(site, score),
+        "logprob.transform_chain": chain_fields(score.chain, read([], "SamplingParams of every scored request")),
         "logprob.selected_gather": {
-            "single_owner": site.documented(True, "v1/sample/sampler.py: one gather from the whole row"),
+            "single_owner": _by_way(site, way, True, "v1/sample/sampler.py: one gather from the whole row"),
             "shift_convention": site.documented("logits[t] score token t+1", "v1/worker/gpu_model_runner.py: tgt_token_ids"),
             "ignore_index": site.documented("none", "v1/worker/gpu_model_runner.py"),
             "active_mask": read("response tokens", "slice of the log-probs that is kept"),
@@ -81,7 +92,9 @@ def _vocab_padding(site: Site, logits: torch.Tensor) -> Fields:
     real, padded = site.model.vocab_size, int(head.num_embeddings_padded)
     shard = head.shard_indices
     pad = head.weight.detach()[shard.org_vocab_end_index - shard.org_vocab_start_index :]
-    largest = max(float(x) for x in site.live.gather(pad.abs().max().float().reshape(1) if pad.numel() else logits.new_zeros(1).float()))
+    largest = max(
+        float(x) for x in site.live.tp.gathered(pad.abs().max().float().reshape(1) if pad.numel() else logits.new_zeros(1).float())
+    )
     return {
         "vocab_padding_policy": read("mask" if logits.shape[-1] == real else "include", "trial: columns of compute_logits"),
         "padded_vocab_size": read(padded, "lm_head.num_embeddings_padded"),
@@ -104,30 +117,33 @@ def _vocab_shards(site: Site) -> Fields:
     }
 
 
-def _logprob_reduce(site: Site, offset: Reading) -> Fields:
+def _logprob_reduce(site: Site, offset: Reading, way: Way) -> Fields:
     tp = site.tp.world_size
     none = "TP1: nothing to reduce" if tp == 1 else "two ranks: one addition, no order"
-    order = not_applicable(none) if tp <= 2 else site.documented("one pass over the gathered row", "v1/sample/sampler.py")
+    order = not_applicable(none)
+    if tp > 2:
+        order = (
+            unknown("all_reduce does not report its order")
+            if way.reduce == "allreduce_partials"
+            else _by_way(site, way, ORDERS[way.reduce], "v1/sample/sampler.py")
+        )
     return {
         # A denominator that is off by a constant is a sum with terms counted twice, whatever the order.
         "order": read(f"log-sum-exp off by {offset.value:+.4f}", offset.source) if offset.value else order,
-        "acc_dtype": site.documented("float32", "v1/sample/sampler.py: log_softmax(dtype=float32)"),
-        "collective": read("none" if tp == 1 else "all_gather of logits", "logits_processor.use_all_gather"),
+        "acc_dtype": _by_way(site, way, _DTYPES[way.accum], "v1/sample/sampler.py: log_softmax(dtype=float32)"),
+        "collective": read("none" if tp == 1 else COLLECTIVES[way.reduce], "logits_processor.use_all_gather, and the hook behind it"),
         "engine": read("none" if tp == 1 else collective_engine(site), "type of the device communicator and of its dist_module"),
     }
 
 
-def _transform_chain(site: Site, score: vllm_trials.ScoreBehaviour) -> Fields:
-    processor = site.live.model.logits_processor
-    params = "SamplingParams of every scored request"
-    return {
-        "transform_chain": score.chain,
-        "temperature_applied": score.temperature,
-        "logprobs_mode": derived(score.chain, lambda chain: "processed_logprobs" if chain else "raw_logprobs"),
-        "soft_cap": read(float(processor.soft_cap or 0.0), "logits_processor.soft_cap"),
-        "logit_scale": read(float(processor.scale), "logits_processor.scale"),
-        "top_p": read(1.0, params),
-        "top_k": read(0, params),
-        "min_p": read(0.0, params),
-        "penalties": read([], params),
-    }
+def _merge_order(site: Site, way: Way) -> Reading:
+    if site.tp.world_size <= 2:
+        return not_applicable("at most two shards: one addition, no order")
+    if way.reduce == "allreduce_partials":
+        return unknown("all_reduce does not report its order")
+    return read("global_vocab_shard_index", "shards are gathered and joined in rank order")
+
+
+def _by_way(site: Site, way: Way, value: Any, source: str) -> Reading:
+    """`value` by the table of the engine's own log-softmax, or as read from the hook that is in force instead."""
+    return site.documented(value, source) if way == NATIVE_WAY else read(value, "settings of the hook that is in force")

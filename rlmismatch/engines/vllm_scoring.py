@@ -18,6 +18,7 @@ import torch
 from rlmismatch.errors import EngineError, UsageError
 from rlmismatch.pins.hooks import Patch, installed
 from rlmismatch.tokens import Prompt, Sequence
+from rlmismatch.transforms import Chain
 
 RolloutPath = Literal["prefill", "chunked", "decode"]
 # Key in a request's extra arguments that carries the ids to force.
@@ -52,12 +53,15 @@ class Scorer:
         return scores
 
     def sample(
-        self, prompts: Seq[Prompt], *, max_new_tokens: int, temperature: float, seed: int, stop_at_eos: bool
+        self, prompts: Seq[Prompt], *, max_new_tokens: int, chain: Chain, seed: int, stop_at_eos: bool
     ) -> tuple[Sequence, ...]:
         """One response a prompt, all prompts together. The engine's log-probs while decoding are kept as recorded log-probs."""
         params = [
             self._params(
-                temperature=temperature,
+                temperature=chain.value("temperature"),
+                top_p=chain.value("top_p"),
+                top_k=int(chain.value("top_k")) or -1,
+                min_p=chain.value("min_p"),
                 max_tokens=max_new_tokens,
                 logprobs=0,
                 ignore_eos=not stop_at_eos,
@@ -171,7 +175,7 @@ class Scorer:
     def _params(self, **options: Any) -> Any:
         from vllm import SamplingParams
 
-        return SamplingParams(detokenize=False, top_p=1.0, top_k=-1, **options)
+        return SamplingParams(detokenize=False, **{"top_p": 1.0, "top_k": -1, **options})
 
     def _generate(self, prompts: Seq[Seq[int]], params: list[Any]) -> list[Any]:
         from vllm import TokensPrompt

@@ -8,11 +8,16 @@ from typing import Any, Final
 import torch
 
 from rlmismatch.contract import Reading, read, unknown
+from rlmismatch.engines.logprob_knobs import planted_chain
+from rlmismatch.engines.protocol import SideConfig
 from rlmismatch.pins.vllm_live import LiveModel
+from rlmismatch.pins.vllm_logprob import engine_steps
+from rlmismatch.transforms import Chain, candidates
 
 _ROWS: Final = 8
 _POSITIONS: Final = 4096  # of the rotary table that are compared
 _ANGLE_ERROR: Final = 1e-3  # radians at position 4096, for a float32 frequency that is off by two units in its last place
+_SAME_NATS: Final = 1e-7
 _TOLERANCE_NATS: Final = 1e-4  # float32 log-softmax over 1e5 columns is good to 1e-5; the candidates lie 1e-2 and more apart
 
 
@@ -20,33 +25,38 @@ _TOLERANCE_NATS: Final = 1e-4  # float32 log-softmax over 1e5 columns is good to
 class ScoreBehaviour:
     """How the live log-softmax treats logits. `offset`: a constant, in nats, by which its log-sum-exp is too large."""
 
-    temperature: Reading
     chain: Reading
     offset: Reading
 
 
-def score(live: LiveModel, dtype: torch.dtype) -> ScoreBehaviour:
-    """Put synthetic logits through the live log-softmax and name the one temperature that gives its values.
+def score(live: LiveModel, dtype: torch.dtype, config: SideConfig) -> ScoreBehaviour:
+    """Put synthetic logits through the live log-softmax and name the one list of transforms that gives its values.
 
-    Rows have different scales, so that no two temperatures differ by a mere constant.
+    Rows have different scales, so that no two lists differ by a mere constant; the targets are each row's likeliest token, which no
+    transform cuts off. What the logits processor does before is read from its attributes.
     """
     source = "trial: synthetic logits through sampler.compute_logprobs"
     generator = torch.Generator().manual_seed(0)
     logits_TV = (torch.randn(_ROWS, live.vocab_size, generator=generator) * torch.linspace(0.5, 3.0, _ROWS)[:, None]).to(dtype)
-    targets_T1 = (torch.arange(_ROWS) * (live.vocab_size // _ROWS))[:, None]
+    targets_T1 = logits_TV.argmax(dim=1, keepdim=True)
     live_TV = live.sampler.compute_logprobs(logits_TV.to(live.inv_freq.device)).cpu().double()
-    for temperature in sorted({1.0, live.temperature}):
-        exact_TV = (logits_TV.double() / temperature).log_softmax(-1)
+    processor = live.model.logits_processor
+    own = Chain.of({"soft_cap": float(processor.soft_cap or 0.0), "logit_scale": float(processor.scale)})
+    asked, planted = (engine_steps(c)[1] for c in (live.chain, planted_chain(live.chain, config.plants)))
+    tried: list[tuple[float, float, Chain]] = []
+    for chain in candidates(asked, planted, Chain()):
+        exact_TV = chain.apply(logits_TV.double()).log_softmax(-1)
         difference_T = (live_TV - exact_TV).gather(1, targets_T1)[:, 0]
-        if float(difference_T.max() - difference_T.min()) <= _TOLERANCE_NATS:
-            offset = -float(difference_T.mean())
-            return ScoreBehaviour(
-                temperature=read(temperature, source),
-                chain=read([] if temperature == 1.0 else [f"temperature({temperature})"], source),
-                offset=read(offset if abs(offset) > _TOLERANCE_NATS else 0.0, source),
-            )
-    nothing = unknown(f"{source}: the values match no known temperature")
-    return ScoreBehaviour(temperature=nothing, chain=nothing, offset=nothing)
+        tried.append((float(difference_T.max() - difference_T.min()), -float(difference_T.mean()), chain))
+    # Of lists that are one function the first stands, which is the one asked for.
+    spread, offset, chain = next(t for t in tried if not t[0] > min(x[0] for x in tried) + _SAME_NATS)
+    if spread <= _TOLERANCE_NATS:
+        before = f"logits_processor.soft_cap, scale; {source}" if own.steps else source
+        return ScoreBehaviour(
+            chain=read(own.texts + chain.texts, before), offset=read(offset if abs(offset) > _TOLERANCE_NATS else 0.0, source)
+        )
+    nothing = unknown(f"{source}: the values match no known transform")
+    return ScoreBehaviour(chain=nothing, offset=nothing)
 
 
 def logits(live: LiveModel, dtype: torch.dtype) -> torch.Tensor:

@@ -15,8 +15,8 @@ def digests(live: LiveModel, model: ModelConfig) -> dict[str, str]:
 
     Collective. Complete on rank 0, empty elsewhere.
     """
-    found = {name: digest(tensor) if live.rank == 0 else "" for name, tensor in tensors(live, model)}
-    return {**found, "tied": "true" if is_tied(live) else "false"} if live.rank == 0 else {}
+    found = {name: digest(tensor) if live.tp.rank == 0 else "" for name, tensor in tensors(live, model)}
+    return {**found, "tied": "true" if is_tied(live) else "false"} if live.tp.rank == 0 else {}
 
 
 def is_tied(live: LiveModel) -> bool:
@@ -38,12 +38,12 @@ def tensors(live: LiveModel, model: ModelConfig) -> Iterator[tuple[str, torch.Te
         if hasattr(attn, "q_norm"):
             yield f"{name}.self_attn.q_norm.weight", _replicated(live, attn.q_norm.weight)
             yield f"{name}.self_attn.k_norm.weight", _replicated(live, attn.k_norm.weight)
-        yield f"{name}.self_attn.o_proj.weight", torch.cat(live.gather(live.weight(attn.o_proj)), dim=1)
+        yield f"{name}.self_attn.o_proj.weight", torch.cat(live.tp.gathered(live.weight(attn.o_proj)), dim=1)
         yield f"{name}.post_attention_layernorm.weight", _replicated(live, layer.post_attention_layernorm.weight)
         gate, up = live.weight(mlp.gate_up_proj).chunk(2)
-        yield f"{name}.mlp.gate_proj.weight", torch.cat(live.gather(gate))
-        yield f"{name}.mlp.up_proj.weight", torch.cat(live.gather(up))
-        yield f"{name}.mlp.down_proj.weight", torch.cat(live.gather(live.weight(mlp.down_proj)), dim=1)
+        yield f"{name}.mlp.gate_proj.weight", torch.cat(live.tp.gathered(gate))
+        yield f"{name}.mlp.up_proj.weight", torch.cat(live.tp.gathered(up))
+        yield f"{name}.mlp.down_proj.weight", torch.cat(live.tp.gathered(live.weight(mlp.down_proj)), dim=1)
     yield "model.norm.weight", _replicated(live, live.model.model.norm.weight)
     if not (model.tied and is_tied(live)):
         yield "lm_head.weight", _vocabulary(live, live.weight(live.model.lm_head), model)
@@ -57,15 +57,15 @@ def _qkv(live: LiveModel, attn: object, name: str) -> Iterator[tuple[str, torch.
         fused["bias"] = linear.bias.detach().to(linear.params_dtype)
     for kind, tensor in fused.items():
         for projection, part in zip("qkv", torch.split(tensor, [q_rows, kv_rows, kv_rows]), strict=True):
-            ranks = live.gather(part)
+            ranks = live.tp.gathered(part)
             # With more ranks than KV heads, neighbours hold copies of one head.
             yield f"{name}.{projection}_proj.{kind}", torch.cat(ranks if projection == "q" else ranks[:: live.kv_copies])
 
 
 def _vocabulary(live: LiveModel, weight: torch.Tensor, model: ModelConfig) -> torch.Tensor:
-    return torch.cat(live.gather(weight.detach()))[: model.vocab_size]
+    return torch.cat(live.tp.gathered(weight.detach()))[: model.vocab_size]
 
 
 def _replicated(live: LiveModel, weight: torch.Tensor) -> torch.Tensor:
-    ranks = live.gather(weight.detach())
+    ranks = live.tp.gathered(weight.detach())
     return ranks[0] if all(torch.equal(ranks[0], other) for other in ranks[1:]) else torch.stack(ranks)

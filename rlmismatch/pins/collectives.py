@@ -12,7 +12,7 @@ import torch.distributed as dist
 class TpGroup:
     """The TP ranks of one side. An engine's own communicator may refuse float64; torch.distributed does not."""
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None  # None: one rank
     size: int
     rank: int
 

@@ -5,8 +5,8 @@ of the forward that is under way (and so a little over 300 lines).
 
 Shapes, per rank: S sequence (padded to a multiple of TP under sequence parallelism; s = S / TP), B = 1 batch, T the real tokens,
 H hidden, Hq / Hkv heads, D head dim, I ffn, V vocabulary. Megatron's layout is sequence first: ``hidden_sBH``, ``query_SBHqD``.
-Weights come from the live modules; eps, rotary frequencies, softmax scale and temperature are what the checkpoint and the run ask
-for, so that a pin heals a wrong constant of the operation it replaces.
+Weights come from the live modules; eps, rotary frequencies, softmax scale and the logits' transforms are what the checkpoint and the
+run ask for, so that a pin heals a wrong constant of the operation it replaces.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from rlmismatch.kernels.reduce import reference as reduce_fp64
 from rlmismatch.kernels.rope import reference as rope_fp64
 from rlmismatch.kernels.swiglu import reference as swiglu_fp64
 from rlmismatch.pins.hooks import OpSwitch, Patch, Split
-from rlmismatch.pins.megatron_logprob import LossSettings, VocabShard, exact_logprob, merged_logprob, native_loss
+from rlmismatch.pins.logprob_ways import blocks, comparable
+from rlmismatch.pins.megatron_logprob import HeadInput, HeadSettings, LossSettings, VocabShard, exact_logprob, merged_logprob, native_loss
 from rlmismatch.pins.megatron_shape import TrainerShape
 
 Native = Callable[..., torch.Tensor]
@@ -43,6 +44,7 @@ class TrainerOps:
         self._tokens = 0
         self._rope_calls = 0
         self._gate_up_SBI2: dict[int, torch.Tensor] = {}
+        self._head_input: HeadInput | None = None
         self._row_split: Split = "rows" if shape.sp else "whole"
         self._qkv_columns = shape.qkv_columns(self.tp)
         # With more ranks than kv heads several ranks hold one head; the first of them speaks for it.
@@ -53,6 +55,11 @@ class TrainerOps:
         self._tokens = tokens
         self._rope_calls = 0
         self._gate_up_SBI2.clear()
+        self._head_input = None
+
+    def give_head_input(self, hidden_SH: torch.Tensor, weight_VH: torch.Tensor) -> None:
+        """What a loss that starts from hidden rows is to read, for a trial without a forward."""
+        self._head_input = HeadInput(hidden_SH=hidden_SH, weight_VH=weight_VH)
 
     def patches(self, switch: OpSwitch, settings: LossSettings) -> tuple[Patch, ...]:
         """The hooks that `switch` needs, and the loss's wherever `settings` differ from Megatron's own behaviour."""
@@ -77,10 +84,14 @@ class TrainerOps:
         out += [
             self._rope(switch),
             self._norm(switch, self.gpt.decoder.final_layernorm, "final_norm"),
-            self._head(switch),
         ]
-        loss = self._logprob(switch, settings)
-        return switch.hooks(out) + (switch.hooks([loss]) if settings == LossSettings() else (loss,))
+        head, loss = self._head(switch), self._logprob(switch, settings)
+        plain = self.shape.head == HeadSettings() and settings.fusion != "chunked_linear_ce"
+        return (
+            *switch.hooks(out),
+            *(switch.hooks([head]) if plain else [head]),
+            *(switch.hooks([loss]) if settings == LossSettings() else [loss]),
+        )
 
     def _rows(self, x_sBN: torch.Tensor) -> torch.Tensor:
         """[rows, N] of the residual stream: this rank's slice of the sequence under SP, all of it otherwise, without the padding."""
@@ -183,10 +194,33 @@ class TrainerOps:
         return [self._norm(switch, norm_module, norm_name), column]
 
     def _head(self, switch: OpSwitch) -> Patch:
+        """The head's GEMM, in the dtype and over as many rows at a time as the run asks for; its input is remembered for the loss."""
+
         def make(native: Native) -> Native:
-            return self._multiplied(switch, "head_gemm", native, self._head_parts)
+            multiplied = self._multiplied(switch, "head_gemm", self._native_head(native), self._head_parts)
+            dtype = self.shape.head.dtype
+
+            def forward_impl(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **rest: Any) -> torch.Tensor:
+                whole = torch.cat(self.tp.gathered(input)) if rest["sequence_parallel"] else input
+                x_SBH, w_VH, b_V = (t if t is None or dtype is None else t.to(dtype) for t in (whole, weight, bias))
+                assert x_SBH is not None
+                assert w_VH is not None
+                self._head_input = HeadInput(hidden_SH=x_SBH[:, 0], weight_VH=w_VH)
+                return multiplied(x_SBH, w_VH, b_V, **{**rest, "sequence_parallel": False})
+
+            return forward_impl
 
         return Patch(target=self.gpt.output_layer, name="_forward_impl", make=make, pins=("head_gemm",), label="lm_head")
+
+    def _native_head(self, native: Native) -> Native:
+        rows = self.shape.head.rows
+        if rows is None:
+            return native
+
+        def by_rows(input: torch.Tensor, **rest: Any) -> torch.Tensor:
+            return torch.cat([native(input=x_SBH.contiguous(), **rest) for x_SBH in blocks(input, rows)])
+
+        return by_rows
 
     def _row(self, switch: OpSwitch, module: Any, name: str, layer: int, *, activation: bool) -> Patch:
         """A row-parallel GEMM and the sum behind it: one hook, because the unrounded partials must live to be summed.
@@ -329,6 +363,13 @@ class TrainerOps:
 
         return Patch(target=module, name="forward", make=make, pins=("attention",), label=name)
 
+    def _exact_logits(self, settings: LossSettings, logits_SV: torch.Tensor) -> torch.Tensor:
+        """What the loss starts from: the head's logits, or where it is fused with the head, what they are without rounding."""
+        head = self._head_input
+        if settings.fusion != "chunked_linear_ce" or head is None:
+            return logits_SV
+        return gemm_fp64.linear(head.hidden_SH, head.weight_VH, out_dtype=torch.float64)
+
     def _logprob(self, switch: OpSwitch, settings: LossSettings) -> Patch:
         """The loss. `settings` are the native loss's; the pin never counts padded vocabulary rows, whatever they say."""
 
@@ -338,12 +379,14 @@ class TrainerOps:
                 operands = (logits[:, 0], labels[0])
                 return switch.run(
                     "logprob",
-                    native=lambda: native_loss(native, labels, logits, settings=settings, shard=shard, impl=shape.impl),
-                    pinned=lambda: (
-                        -merged_logprob(*operands, shard.vocab_size, temperature=shape.temperature, shard=shard, impl=shape.impl)[None]
+                    native=lambda: native_loss(
+                        native, labels, logits, settings=settings, shard=shard, impl=shape.impl, head=self._head_input
                     ),
-                    exact=lambda: -exact_logprob(*operands, temperature=shape.temperature, shard=shard)[None],
-                    parts=lambda y: {"logprob": -y[0, : self._tokens - 1]},
+                    pinned=lambda: -merged_logprob(*operands, shard.vocab_size, chain=shape.chain, shard=shard, impl=shape.impl)[None],
+                    exact=lambda: (
+                        -exact_logprob(self._exact_logits(settings, logits[:, 0]), labels[0], chain=shape.chain, shard=shard)[None]
+                    ),
+                    parts=lambda y: {"logprob": comparable(-y[0, : self._tokens - 1])},
                     split="whole",
                 )
 

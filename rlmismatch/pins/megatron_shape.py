@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from rlmismatch.pins.collectives import TpGroup
-from rlmismatch.pins.megatron_logprob import Impl
+from rlmismatch.pins.megatron_logprob import HeadSettings, Impl
+from rlmismatch.transforms import Chain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,8 @@ class TrainerShape:
     head_dim: int
     eps: float
     inv_freq: torch.Tensor  # float32 [D / 2], on the device
-    temperature: float
+    chain: Chain  # what the run asks to be done to the logits
+    head: HeadSettings = HeadSettings()  # noqa: RUF009 - frozen
 
     @property
     def softmax_scale(self) -> float:

@@ -20,9 +20,10 @@ from rlmismatch.kernels.reduce import reference as reduce_fp64
 from rlmismatch.kernels.rope import reference as rope_fp64
 from rlmismatch.kernels.swiglu import reference as swiglu_fp64
 from rlmismatch.pins.hooks import OpSwitch, Patch
+from rlmismatch.pins.logprob_ways import Way
 from rlmismatch.pins.vllm_attention import PagedCache, attention_patches
 from rlmismatch.pins.vllm_live import LiveModel
-from rlmismatch.pins.vllm_logprob import LogprobOp, LogprobReduce
+from rlmismatch.pins.vllm_logprob import NATIVE_WAY, LogprobOp
 
 # The name under which the head's first output of a prefill step, the row it samples from, waits for the prompt's rows.
 _SAMPLED_ROW: Final = "lm_head.sampled"
@@ -34,18 +35,17 @@ Native = Callable[..., torch.Tensor]
 class VllmPins:
     """The hooks of one arm."""
 
-    def __init__(self, live: LiveModel, *, impl: gemm.Impl, switch: OpSwitch, logprob_reduce: LogprobReduce | None = None) -> None:
+    def __init__(self, live: LiveModel, *, impl: gemm.Impl, switch: OpSwitch, way: Way = NATIVE_WAY) -> None:
         self._live = live
         self._impl = impl
         self._switch = switch
-        # None: the engine's own, unless the pin is on.
-        self._logprob = LogprobOp(live, impl=impl, switch=switch, how=logprob_reduce)
+        self._logprob = LogprobOp(live, impl=impl, switch=switch, way=way)
         self._cache = PagedCache()
 
     def patches(self) -> tuple[Patch, ...]:
         """What the arm needs to hook: the active pins' operations, all of them under a probe, the log-prob for its knob."""
         logprob = self._logprob.patches()
-        return (*self._switch.hooks(self._all()), *(logprob if self._logprob.how else self._switch.hooks(logprob)))
+        return (*self._switch.hooks(self._all()), *(logprob if self._logprob.way != NATIVE_WAY else self._switch.hooks(logprob)))
 
     def boundaries(self, group: torch.distributed.ProcessGroup | None) -> dict[str, torch.Tensor]:
         """The recorder's boundaries in canonical layout: the head's rows of one prefill joined to [T, V]. Collective."""
@@ -187,17 +187,17 @@ class VllmPins:
 
         def partial(x_TK: torch.Tensor) -> torch.Tensor:
             weight_NK = live.weight(linear)
-            return gemm.row_partial(x_TK, weight_NK, k_total=weight_NK.shape[1] * live.size, impl=impl)
+            return gemm.row_partial(x_TK, weight_NK, k_total=weight_NK.shape[1] * live.tp.size, impl=impl)
 
         def native_partial(x_TK: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor = linear.quant_method.apply(linear, x_TK, None)
             return out
 
         def fold(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-            return reduce.fold(live.gather(part), impl=impl, out_dtype=dtype)
+            return reduce.fold(live.tp.gathered(part), impl=impl, out_dtype=dtype)
 
         def exact_sum(part: torch.Tensor) -> torch.Tensor:
-            return reduce_fp64.fold(live.gather(part), out_dtype=torch.float64)
+            return reduce_fp64.fold(live.tp.gathered(part), out_dtype=torch.float64)
 
         def make(native: Native) -> Callable[..., Any]:
             def forward(input_: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -218,7 +218,7 @@ class VllmPins:
                     chosen=ops["gemm" in switch.active, "forward_reduce" in switch.active],
                     also=("forward_reduce",),
                 )
-                if switch.probe == "local" and live.size > 1:
+                if switch.probe == "local" and live.tp.size > 1:
                     part = native_partial(x)
                     switch.recorder.observe(
                         boundary,

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from rlmismatch.pins.collectives import TpGroup
+from rlmismatch.transforms import Chain
+
 
 @dataclass(frozen=True, kw_only=True)
 class LiveModel:
@@ -15,15 +18,13 @@ class LiveModel:
 
     model: Any  # the CausalLM module
     sampler: Any
-    rank: int
-    size: int  # TP
-    group: torch.distributed.ProcessGroup | None  # for tensors on the engine's device; None at TP1
+    tp: TpGroup  # for tensors on the engine's device
     all_reduce: Callable[[torch.Tensor], torch.Tensor]  # the engine's own, as its row-parallel layers call it
     eps: float
     inv_freq: torch.Tensor  # float32 [D / 2], on the engine's device
     num_kv_heads: int  # of the whole model
     vocab_size: int
-    temperature: float  # the one this side is to apply
+    chain: Chain  # what this side is asked to do to the logits
     _weights: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @property
@@ -39,12 +40,12 @@ class LiveModel:
     @property
     def kv_copies(self) -> int:
         """How many neighbouring ranks hold one and the same KV head: more than 1 where TP is above the number of KV heads."""
-        return max(1, self.size // self.num_kv_heads)
+        return max(1, self.tp.size // self.num_kv_heads)
 
     @property
     def owns_kv_heads(self) -> bool:
         """Whether this rank speaks for its KV heads: the first of their holders does."""
-        return self.rank % self.kv_copies == 0
+        return self.tp.rank % self.kv_copies == 0
 
     def weight(self, linear: Any) -> torch.Tensor:
         """The rank's weight [N, K] that a linear layer computes with. On the CPU that is a packed copy, whatever stands in `weight`."""
@@ -56,11 +57,3 @@ class LiveModel:
             # One product with 1 and the rest with 0: exact, whatever order the packed kernel adds in.
             self._weights[id(linear)] = linear.cpu_linear(unit, linear.weight, None).t().contiguous()
         return self._weights[id(linear)]
-
-    def gather(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """`part` of every TP rank in rank order, any dtype. The engine's own CPU collectives refuse float64."""
-        if self.size == 1:
-            return [part]
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        torch.distributed.all_gather(parts, part.contiguous(), group=self.group)
-        return parts

@@ -7,51 +7,75 @@ on this rank's own shard of those logits, at the engine's live shard bounds: the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
 import torch
 
 from rlmismatch.kernels import logprob
 from rlmismatch.kernels.logprob import WIDTH, VocabPartials
 from rlmismatch.kernels.logprob import reference as logprob_fp64
+from rlmismatch.pins import logprob_ways
 from rlmismatch.pins.hooks import OpSwitch, Patch
+from rlmismatch.pins.logprob_ways import Way, comparable
 from rlmismatch.pins.vllm_live import LiveModel
+from rlmismatch.transforms import Chain
 
-LogprobReduce = Literal["allgather_logits", "allgather_partials_fixed_merge", "allreduce_partials"]
-NATIVE_REDUCE: Final[LogprobReduce] = "allgather_logits"
-PINNED_REDUCE: Final[LogprobReduce] = "allgather_partials_fixed_merge"  # what the pin is, on one shard as on many
+NATIVE_WAY: Final = Way(reduce="allgather_logits", gather="local_gather")
+FIXED_MERGE: Final = Way(reduce="allgather_partials_fixed_merge", gather="local_gather")
 
 
-def unsupported_reduce(live: LiveModel, how: str) -> str | None:
-    """Why this engine can not reduce the log-prob the way `how`, or None."""
-    if how not in get_args(LogprobReduce):
-        return f"unknown; one of: {', '.join(get_args(LogprobReduce))}"
+def unsupported_way(live: LiveModel, way: Way) -> str | None:
+    """Why this engine can not join the vocabulary shards by `way`, or None."""
     width = live.head_shard_width
-    if how == "allgather_partials_fixed_merge" and live.size > 1 and width % WIDTH:
+    if way == FIXED_MERGE and live.tp.size > 1 and width % WIDTH:
         return f"the engine's vocabulary shards of {width} columns cut tiles of {WIDTH}"
     return None
+
+
+def engine_steps(chain: Chain) -> tuple[Chain, Chain]:
+    """(what the engine's logits processor can do of `chain`: a cap, then a scale; what is left to a hook behind it)."""
+    count = 0
+    for step in chain.steps:
+        if step.name not in ("soft_cap", "logit_scale") or (step.name == "soft_cap" and count):
+            break
+        count += 1
+    return Chain(steps=chain.steps[:count]), Chain(steps=chain.steps[count:])
 
 
 class LogprobOp:
     """The log-softmax and its gather as one operation: a row's logits and a target id in, the target's log-prob out.
 
     The engine calls the two one after the other, for prompt and for sampled tokens alike. An arm's requests are greedy and without
-    logits processors, so nothing writes into the logits between the two. `how` None: as the pin says, or the engine's own.
+    logits processors, so nothing writes into the logits between the two. `way`: how the shards are joined where the pin is off.
+
+    The pin starts from logits before any cap or scale that the engine applies in its own dtype: those are kept as they leave the head.
     """
 
-    def __init__(self, live: LiveModel, *, impl: logprob.Impl, switch: OpSwitch, how: LogprobReduce | None) -> None:
-        self.how = how
+    def __init__(self, live: LiveModel, *, impl: logprob.Impl, switch: OpSwitch, way: Way) -> None:
+        self.way = way
         self._live = live
         self._impl = impl
         self._switch = switch
         self._logits_TV: torch.Tensor | None = None
+        self._raw_TV: torch.Tensor | None = None
 
-    def patches(self) -> tuple[Patch, Patch]:
-        sampler = self._live.sampler
+    def patches(self) -> tuple[Patch, ...]:
+        sampler, processor = self._live.sampler, self._live.model.logits_processor
+        own = processor.soft_cap is not None or processor.scale != 1.0
+        raw = Patch(target=processor, name="_get_logits", make=self._head, pins=("logprob",), label="raw logits")
         return (
+            *([raw] if own else []),
             Patch(target=sampler, name="compute_logprobs", make=self._softmax, pins=("logprob",), label="log_softmax"),
             Patch(target=sampler, name="gather_logprobs", make=self._gather, pins=("logprob",), label="logprob"),
         )
+
+    def _head(self, native: Callable[..., Any]) -> Callable[..., Any]:
+        def get_logits(*args: Any, **kwargs: Any) -> Any:
+            logits = native(*args, **kwargs)
+            self._raw_TV = logits.clone()  # the engine scales in place
+            return logits
+
+        return get_logits
 
     def _softmax(self, native: Callable[..., Any]) -> Callable[..., Any]:
         def compute(logits: torch.Tensor) -> Any:
@@ -73,52 +97,57 @@ class LogprobOp:
 
     def _selected(self, native_T: torch.Tensor, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
         live = self._live
+        raw_TV = logits_TV if self._raw_TV is None or self._raw_TV.shape != logits_TV.shape else self._raw_TV
 
         def native() -> torch.Tensor:
-            return native_T
+            if self.way == NATIVE_WAY:
+                return native_T
+            return self._merged(raw_TV, targets_T) if self.way == FIXED_MERGE else self._joined(raw_TV, targets_T)
 
         def pinned() -> torch.Tensor:
-            return logprob.selected(logits_TV, targets_T, vocab_size=live.vocab_size, impl=self._impl, temperature=live.temperature)
+            temperature = live.chain.only_temperature
+            if temperature is not None:
+                return logprob.selected(raw_TV, targets_T, vocab_size=live.vocab_size, impl=self._impl, temperature=temperature)
+            prepared_TV = live.chain.apply(raw_TV.double()).float()
+            return logprob.selected(prepared_TV, targets_T, vocab_size=live.vocab_size, impl=self._impl)
 
         def exact() -> torch.Tensor:
-            logp_TV = logprob_fp64.log_softmax_fp64(logits_TV, vocab_size=live.vocab_size, temperature=live.temperature)
+            # Of the logits as the engine hands them on: what it did to them before, in their own dtype, is not this operation's error.
+            _, left = engine_steps(live.chain)
+            logp_TV = logprob_fp64.log_softmax_fp64(left.apply(logits_TV.double()), vocab_size=live.vocab_size)
             return logp_TV.gather(1, targets_T[:, None])[:, 0]
 
-        chosen: dict[LogprobReduce | None, Callable[[], torch.Tensor] | None] = {
-            None: None,
-            "allgather_logits": native,
-            "allgather_partials_fixed_merge": lambda: self._merged(logits_TV, targets_T),
-            "allreduce_partials": lambda: self._all_reduced(logits_TV, targets_T),
-        }
         return self._switch.run(
             "logprob",
             native=native,
             pinned=pinned,
             exact=exact,
-            parts=lambda logp_T: {"logprob": logp_T},
+            parts=lambda logp_T: {"logprob": comparable(logp_T)},
             split="whole",
-            chosen=chosen[self.how],
         )
 
     def _merged(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
         """The pin's arithmetic over real shards: every rank's tiles, gathered and folded in global order. float32 [T]."""
         live, width = self._live, self._live.head_shard_width
+        temperature = live.chain.only_temperature
+        if temperature is None:
+            logits_TV, temperature = live.chain.apply(logits_TV.double()).float(), 1.0
         part = logprob.partials(
-            logits_TV[:, live.rank * width : (live.rank + 1) * width],
+            logits_TV[:, live.tp.rank * width : (live.tp.rank + 1) * width],
             targets_T,
-            vocab_start=live.rank * width,
+            vocab_start=live.tp.rank * width,
             vocab_size=live.vocab_size,
             impl=self._impl,
-            temperature=live.temperature,
+            temperature=temperature,
         )
         tiles = -(-width // WIDTH)  # of a full shard; the last ranks may own fewer, and a collective wants equal shapes
         missing = tiles - part.max_TJ.shape[1]
         max_RTJ, sumexp_RTJ = (
-            live.gather(torch.nn.functional.pad(x_TJ, (0, missing), value=torch.nan)) for x_TJ in (part.max_TJ, part.sumexp_TJ)
+            live.tp.gathered(torch.nn.functional.pad(x_TJ, (0, missing), value=torch.nan)) for x_TJ in (part.max_TJ, part.sumexp_TJ)
         )
-        target_RT, owns_RT = live.gather(part.target_T), live.gather(part.owns_T.to(torch.uint8))
+        target_RT, owns_RT = live.tp.gathered(part.target_T), live.tp.gathered(part.owns_T.to(torch.uint8))
         parts = []
-        for rank in range(live.size):
+        for rank in range(live.tp.size):
             own = max(0, min((rank + 1) * width, live.vocab_size) - rank * width)
             kept = -(-own // WIDTH)
             parts.append(
@@ -132,23 +161,10 @@ class LogprobOp:
             )
         return logprob.merge(parts, vocab_size=live.vocab_size, impl=self._impl)
 
-    def _all_reduced(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
-        """As Megatron's vocab-parallel cross entropy: maximum, target and sum of exponentials all-reduced in float32. [T]."""
+    def _joined(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
+        """The shards joined by `way`, from this rank's own columns. float32 [T]."""
         live, width = self._live, self._live.head_shard_width
-        start = live.rank * width
-        shard_TV = logits_TV[:, start : min(start + width, live.vocab_size)].float() / live.temperature
-        # One column of -inf: a rank whose shard is padding alone has a maximum too.
-        shard_TV = torch.nn.functional.pad(shard_TV, (0, 1), value=-torch.inf)
-        max_T = self._summed(shard_TV.amax(dim=1), torch.distributed.ReduceOp.MAX)
-        shifted_TV = shard_TV - max_T[:, None]
-        local_T = targets_T - start
-        owns_T = (local_T >= 0) & (local_T < shard_TV.shape[1] - 1)
-        target_T = shifted_TV.gather(1, local_T.where(owns_T, 0)[:, None])[:, 0].where(owns_T, 0.0)
-        target_T = self._summed(target_T, torch.distributed.ReduceOp.SUM)
-        sumexp_T = self._summed(shifted_TV.exp().sum(dim=1), torch.distributed.ReduceOp.SUM)
-        return target_T - sumexp_T.log()
-
-    def _summed(self, x_T: torch.Tensor, op: torch.distributed.ReduceOp.RedOpType) -> torch.Tensor:
-        if self._live.size > 1:
-            torch.distributed.all_reduce(x_T, op=op, group=self._live.group)
-        return x_T
+        start = live.tp.rank * width
+        prepared_TV = live.chain.apply(logits_TV.float())
+        own_TV = prepared_TV[:, start : min(start + width, live.vocab_size)]
+        return logprob_ways.selected(own_TV, targets_T, start=start, way=self.way, tp=live.tp)

@@ -1,0 +1,138 @@
+"""What the log-prob knobs become: settings of a side, and an outcome each; nothing that was asked for is lost or coerced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlmismatch.commands import options
+from rlmismatch.commands.logprob import KNOBS
+from rlmismatch.engines import logprob_knobs, megatron_knobs
+from rlmismatch.engines.protocol import SideConfig
+from rlmismatch.errors import UsageError
+from rlmismatch.pins.logprob_ways import Way
+from rlmismatch.pins.megatron_logprob import FIXED_MERGE, NATIVE_WAY, HeadSettings, LossSettings
+from rlmismatch.settings import Settings
+
+
+def config(temperature: float = 1.0, **knobs: str) -> SideConfig:
+    named = {f"logprob.{k}": v for k, v in knobs.items()}
+    return SideConfig(side="trainer", engine="megatron", ckpt="x", temperature=temperature, knobs=named, vocab_padding_policy="mask")
+
+
+def resolved(**knobs: str) -> megatron_knobs.TrainerKnobs:
+    return megatron_knobs.resolve(config(**knobs), {}, padded=True, te_loss=False)
+
+
+def statuses(knobs: megatron_knobs.TrainerKnobs) -> dict[str, str]:
+    return {k.removeprefix("logprob."): o["status"] for k, o in knobs.outcomes.items()}
+
+
+def test_nothing_asked_for_is_megatrons_own_behaviour() -> None:
+    out = resolved()
+    assert (out.loss, out.head, out.outcomes) == (LossSettings(padding="mask"), HeadSettings(), {})
+
+
+@pytest.mark.parametrize(
+    ("knobs", "way"),
+    [
+        ({"reduce": "allgather_partials_fixed_merge"}, FIXED_MERGE),
+        ({"merge_order": "global_vocab_shard_index"}, FIXED_MERGE),
+        ({"reduce": "allgather_logits"}, Way(reduce="allgather_logits", gather="masked_sum_allreduce")),
+        ({"selected_gather": "local_gather"}, Way(reduce="allreduce_partials", gather="local_gather")),
+        ({"accum_dtype": "bf16"}, Way(reduce="allreduce_partials", gather="masked_sum_allreduce", accum="bf16")),
+        ({"merge_order": "nccl_algo"}, NATIVE_WAY),
+    ],
+)
+def test_ways(knobs: dict[str, str], way: Way) -> None:
+    out = resolved(**knobs)
+    assert out.loss.way == way
+    assert statuses(out) == dict.fromkeys(knobs, "applied")
+
+
+@pytest.mark.parametrize(
+    ("knobs", "refused"),
+    [
+        ({"reduce": "guess"}, "reduce"),
+        ({"reduce": "allgather_logits", "merge_order": "global_vocab_shard_index"}, "merge_order"),
+        ({"reduce": "allgather_partials_fixed_merge", "merge_order": "nccl_algo"}, "merge_order"),
+        ({"fusion_impl": "te"}, "fusion_impl"),
+        ({"trainer_impl": "mcore_te_fused"}, "trainer_impl"),
+        ({"fusion_impl": "native", "reduce": "allgather_logits"}, "reduce"),
+        ({"fusion_impl": "chunked_linear_ce", "top_k": "5"}, "fusion_impl"),
+        ({"fusion_block_size": "64"}, "fusion_block_size"),
+        ({"logprobs_mode": "raw_logprobs", "top_p": "0.8"}, "top_p"),
+        ({"colour": "blue"}, "colour"),
+    ],
+)
+def test_what_the_trainer_cannot_take_is_unsupported_with_a_reason(knobs: dict[str, str], refused: str) -> None:
+    out = resolved(**knobs)
+    assert {k for k, s in statuses(out).items() if s != "applied"} == {refused}
+    assert out.outcomes[f"logprob.{refused}"]["reason"]
+    assert out.loss.fusion in ("none", "native")
+
+
+def test_head_knobs() -> None:
+    assert resolved(head_dtype="fp32", materialization="last_token_only").head == HeadSettings(dtype=torch.float32, rows=1)
+    assert resolved(head_dtype="bf16", materialization="full_prefill").head == HeadSettings()
+    assert resolved(materialization="chunked").head == HeadSettings(rows=config().chunk_size)
+
+
+def test_the_chain_is_temperature_and_transforms_in_the_order_asked_for() -> None:
+    asked = {"soft_cap": "30", "logit_scale": "0.5", "transform_chain": "logit_scale,soft_cap,temperature"}
+    assert logprob_knobs.chain_of(config(0.6, **asked)).texts == ["logit_scale(0.5)", "soft_cap(30)", "temperature(0.6)"]
+    assert logprob_knobs.chain_of(config(0.6, soft_cap="30", top_k="5", logprobs_mode="raw_logprobs")).texts == ["soft_cap(30)"]
+
+
+@pytest.mark.parametrize(
+    ("plant", "expected"),
+    [
+        ("temperature_not_applied", ["soft_cap(30)", "logit_scale(0.5)"]),
+        ("soft_cap_missing", ["logit_scale(0.5)", "temperature(0.6)"]),
+        ("cap_after_scale", ["logit_scale(0.5)", "soft_cap(30)", "temperature(0.6)"]),
+        ("top_p_renormalised", ["soft_cap(30)", "logit_scale(0.5)", "temperature(0.6)", "top_p(0.8)"]),
+        ("eps", ["soft_cap(30)", "logit_scale(0.5)", "temperature(0.6)"]),
+    ],
+)
+def test_plants_change_the_chain(plant: str, expected: list[str]) -> None:
+    chain = logprob_knobs.chain_of(config(0.6, soft_cap="30", logit_scale="0.5"))
+    assert logprob_knobs.planted_chain(chain, {plant}).texts == expected
+
+
+def test_a_transform_without_its_place_in_the_order_is_refused() -> None:
+    with pytest.raises(UsageError, match="leaves out soft_cap"):
+        logprob_knobs.chain_of(config(soft_cap="30", transform_chain="temperature"))
+
+
+def test_under_the_pin_another_reduce_fell_back() -> None:
+    for reduce, status in (("allgather_partials_fixed_merge", "applied"), ("allgather_logits", "fell_back")):
+        outcomes = resolved(reduce=reduce).outcomes
+        assert logprob_knobs.under_pin(outcomes, frozenset({"logprob"}))["logprob.reduce"]["status"] == status
+        assert logprob_knobs.under_pin(outcomes, frozenset({"norm"})) == outcomes
+
+
+def given(**values: Any) -> dict[str, Any]:
+    names = [f"{side}knob_{k.name}" for k in KNOBS for side in (("", "trainer_", "rollout_") if k.side == "each" else ("",))]
+    return {**dict.fromkeys(names), **values}
+
+
+def test_options_become_knobs_of_both_sides_or_of_one() -> None:
+    values = given(knob_head_dtype="bf16", trainer_knob_head_dtype="fp32", knob_trainer_impl="slime_vocab_parallel", knob_top_k=5, tp=2)
+    knobs, rest = options.split_knobs("logprob", KNOBS, values)
+    assert {k: v for k, v in knobs.items() if v is not None} == {
+        "logprob.head_dtype": "bf16",
+        "trainer.logprob.head_dtype": "fp32",
+        "trainer.logprob.trainer_impl": "slime_vocab_parallel",
+        "logprob.top_k": "5",
+    }
+    assert rest == {"tp": 2}
+    settings = Settings(command="logprob", ckpt="x", knobs={k: v for k, v in knobs.items() if v is not None})
+    assert settings.knobs_of("trainer") == {
+        "logprob.head_dtype": "fp32",
+        "logprob.trainer_impl": "slime_vocab_parallel",
+        "logprob.top_k": "5",
+    }
+    assert settings.knobs_of("rollout") == {"logprob.head_dtype": "bf16", "logprob.top_k": "5"}
+    assert settings.knobs_of("oracle") == {"logprob.head_dtype": "bf16", "logprob.top_k": "5"}
