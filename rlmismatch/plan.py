@@ -9,6 +9,7 @@ import dataclasses
 import datetime
 import os
 import platform
+import re
 import socket
 import sys
 import time
@@ -240,6 +241,7 @@ def host_facts() -> dict[str, Any]:
         "platform": platform.platform(),
         "hostname": socket.gethostname(),
         "cpu_count": os.cpu_count(),
+        "gpu_driver": _gpu_driver(),
         "env": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_ENV_PREFIXES)},
     }
     commit = _commit()
@@ -261,6 +263,15 @@ _ENV_PREFIXES: Final = (
     "OPENBLAS_",
     "GLOO_",
 )
+
+
+def _gpu_driver() -> str | None:
+    """The NVIDIA kernel driver's version as the kernel itself reports it; None without one."""
+    try:
+        found = re.search(r"\d+\.\d+(\.\d+)?", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        return None
+    return found[0] if found else None
 
 
 def _commit() -> str | None:
