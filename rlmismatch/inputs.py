@@ -33,6 +33,7 @@ class Inputs:
     device: Literal["cpu", "cuda"]
     impl: Literal["reference", "triton"]
     max_model_len: int
+    together: bool  # whether all sides are up at the same time
 
 
 def prepare(settings: Settings) -> Inputs:
@@ -69,7 +70,23 @@ def prepare(settings: Settings) -> Inputs:
         impl=settings.impl if settings.impl != "auto" else ("triton" if device == "cuda" else "reference"),
         # One more position: a scoring request still has to emit a token.
         max_model_len=min(limit, settings.max_model_len or max(longest + 1, _DEFAULT_MODEL_LEN)),
+        together=settings.sides == "together" or (settings.sides == "auto" and (device == "cpu" or _fit_beside(settings, checkpoint))),
     )
+
+
+# Of the weights in the model's dtype: what the oracle keeps for its float64 (or float32) copy, and for the plain forward beside it.
+_ORACLE_SIZE: Final = {"float64": 5.0, "float32": 3.0, "off": 0.0}
+_WORKING_SHARE: Final = 0.1  # of the GPU, for activations, libraries' workspaces and the processes' own contexts
+
+
+def _fit_beside(settings: Settings, checkpoint: Checkpoint) -> bool:
+    """Whether trainer, rollout and oracle fit onto one GPU (the first, which holds a rank of each) at the same time."""
+    import torch
+
+    total = torch.cuda.get_device_properties(0).total_memory
+    trainer = checkpoint.num_bytes / settings.trainer_tp
+    oracle = checkpoint.num_bytes * _ORACLE_SIZE[settings.oracle]
+    return trainer + oracle + (settings.gpu_memory_fraction + _WORKING_SHARE) * total <= total
 
 
 def default_prompts(vocab_size: int, *, text: bool) -> tuple[Prompt, ...]:

@@ -22,6 +22,7 @@ from rlmismatch import __version__, attribution, capture, tokens
 from rlmismatch.arms import ALL, BOUNDARY, LOCAL, NATIVE, ORACLE, RETURN, ROLLOUT_PATHS, arm_id, base_pins, engine_knobs, repeat_id
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.axes.base import Axis
+from rlmismatch.engines.fleet import Fleet
 from rlmismatch.engines.launch import Controller, SideLaunch
 from rlmismatch.engines.logprob_knobs import CHAIN_KNOBS
 from rlmismatch.engines.protocol import Arm, ScorePath, SideConfig, SideName
@@ -54,6 +55,7 @@ class Run:
     command_line: str
     sequences: tuple[Sequence, ...] = ()
     _digests: dict[str, str] = dataclasses.field(default_factory=dict, init=False)
+    _fleet: Fleet = dataclasses.field(init=False)
 
     def execute(self) -> None:
         """Run every arm the command needs and leave the captures in `folder`. The caller seals."""
@@ -62,18 +64,15 @@ class Run:
         sides = self._launches()
         self.progress.step("hashing the checkpoint's tensors")
         self._digests = self.inputs.checkpoint.digests(dtype=self.settings.dtype)
-        self.progress.step("starting " + " and ".join(f"{s.config.engine} (TP{s.config.tp}{'+SP' if s.config.sp else ''})" for s in sides))
-        for side in sides:
-            self.controller.start(side)
-            self.controller.request(side.config.side, {"op": "load"})
-        names: list[SideName] = [s.config.side for s in sides]
-        self.controller.collect(names)
+        engines = " and ".join(f"{s.config.engine} (TP{s.config.tp}{'+SP' if s.config.sp else ''})" for s in sides)
+        self.progress.step(f"starting {engines}{'' if self.inputs.together else ', one after the other'}")
+        self._fleet = Fleet(self.controller, sides, together=self.inputs.together)
+        self._fleet.start()
         self._make_sequences()
-        self._describe(names)
+        self._describe()
         if not Evidence(self.folder).void:
-            self._measure(names)
-        for name in names:
-            self.controller.stop(name)
+            self._measure()
+        self._fleet.close()
         self._write_run(started, finished=time.time())
 
     def _launches(self) -> tuple[SideLaunch, ...]:
@@ -130,7 +129,12 @@ class Run:
                 "tool_version": __version__,
                 "command_line": self.command_line,
                 "settings": self.settings.to_json(),
-                "resolved": {"device": self.inputs.device, "impl": self.inputs.impl, "max_model_len": self.inputs.max_model_len},
+                "resolved": {
+                    "device": self.inputs.device,
+                    "impl": self.inputs.impl,
+                    "max_model_len": self.inputs.max_model_len,
+                    "sides": "together" if self.inputs.together else "in-turn",
+                },
                 "world_size": self.controller.node.world.size,
                 "torchrun": self.controller.node.world.torchrun,
                 "started": datetime.datetime.fromtimestamp(started, datetime.UTC).isoformat(timespec="seconds"),
@@ -163,7 +167,7 @@ class Run:
                 "max_new_tokens": s.max_new_tokens,
                 "seed": s.seed,
             }
-            answer = self.controller.call("rollout", request)
+            answer = self._fleet.ask({"rollout": [request]})["rollout"]
             self.sequences = tuple(tokens.sequence_from_json(row, "the rollout engine's answer") for row in answer["sequences"])
             config = self.inputs.checkpoint.config
             tokens.check_ids(self.sequences, vocab_size=config.vocab_size, max_positions=config.max_positions, source=s.prompts or "")
@@ -174,15 +178,12 @@ class Run:
         if texts:
             capture.write_json(self.folder / "token_texts.json", texts)
 
-    def _describe(self, names: Seq[SideName]) -> None:
+    def _describe(self) -> None:
         self.progress.step("reading contracts and weights back from the live engines")
-        message = {"op": "sequences", "sequences": [x.to_json() for x in self.sequences]}
-        for op in (message, {"op": "describe"}):
-            for name in names:
-                self.controller.request(name, op)
-            self.controller.collect(names)
+        self._fleet.give(self.sequences)
+        self._fleet.ask({name: [{"op": "describe"}] for name in self._fleet.names})
 
-    def _measure(self, names: Seq[SideName]) -> None:
+    def _measure(self) -> None:
         s = self.settings
         base = base_pins(s)
         every = ALL
@@ -200,11 +201,14 @@ class Run:
         if s.attribute:
             probes.append(Arm(id=BOUNDARY, pins=every, probe="boundary", paths=("prefill",)))
         arms = [Arm(id=name, pins=pins, paths=paths) for name, (pins, paths) in merged.items()]
-        oracle = [Arm(id=ORACLE, paths=("oracle", "plain"))] if "oracle" in names else []
-        self._run_arms("measuring", arms + probes, oracle)
+        oracle = [Arm(id=ORACLE, paths=("oracle", "plain"))] if "oracle" in self._fleet.names else []
+        # In the process that had the pins in force: a side that was loaded anew would have its native bits in any case.
+        lifted = Arm(id=RETURN, pins=base, paths=("prefill",))
+        self._run_arms("measuring", [*arms, *probes, lifted], oracle)
         if s.attribute:
             self._attribute(base)
-        self._run_arms("checking that native bits return", [Arm(id=RETURN, pins=base, paths=("prefill",))])
+            if self.inputs.together:
+                self._run_arms("checking once more that native bits return", [lifted])
 
     def _measured_axes(self) -> list[Axis]:
         """Axes with a pin that this command gives numbers to, structural zeros left out."""
@@ -231,7 +235,8 @@ class Run:
         rollout = list(arms)
         trainer = [dataclasses.replace(arm, paths=("forward",)) for arm in rollout]
         self.progress.arms(text, len(rollout) + len(trainer) + len(oracle))
-        self.controller.run_arms({"trainer": trainer, "rollout": rollout, "oracle": list(oracle)})
+        arms_of: dict[SideName, Seq[Arm]] = {"trainer": trainer, "rollout": rollout, "oracle": oracle}
+        self._fleet.ask({side: [{"op": "run", "arms": [arm.to_json() for arm in wanted]}] for side, wanted in arms_of.items() if wanted})
 
 
 def host_facts() -> dict[str, Any]:

@@ -43,6 +43,7 @@ class Settings:
     chunk_size: int = 16
     block_size: int = 32
     gpu_memory_fraction: float = 0.4
+    sides: Literal["auto", "together", "in-turn"] = "auto"
     temperature: float = 1.0
     vocab_padding_policy: Literal["include", "mask"] = "include"
     oracle: Literal["float64", "float32", "off"] = "float64"

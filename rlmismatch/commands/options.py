@@ -83,6 +83,13 @@ _SIDES = [
     click.option("--chunk-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens per step of the chunked prefill."),
     click.option("--block-size", type=click.IntRange(1), default=32, show_default=True, help="Tokens per KV cache block."),
     click.option(
+        "--sides",
+        type=click.Choice(["auto", "together", "in-turn"]),
+        default="auto",
+        show_default=True,
+        help="Both engines up at once, or each with the whole GPU in turn (loads more often). auto: by their sizes; printed.",
+    ),
+    click.option(
         "--gpu-memory-fraction",
         type=click.FloatRange(0.01, 0.95),
         default=0.4,

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
-from rlmismatch.engines.protocol import Arm, SideConfig, SideName
+from rlmismatch.engines.protocol import SideConfig, SideName
 from rlmismatch.engines.worker import WorkerConfig
 from rlmismatch.errors import EngineError, EnvironmentUnfitError, RlmismatchError, UsageError
 from rlmismatch.exitcodes import ExitCode
@@ -90,6 +90,8 @@ class Node:
         self.world, self.run, self.timeout_s = world, run, timeout_s
         self.processes: dict[tuple[SideName, int], subprocess.Popen[bytes]] = {}
         self.sockets: dict[SideName, socket.socket] = {}
+        # How often each side was started here: a side that comes back must not read what its former self left in the store.
+        self.starts: dict[SideName, int] = {}
         self.expected_exit: set[SideName] = set()
         self._scratch = tempfile.TemporaryDirectory(prefix="rlmismatch-")
         self.store, self._store_host, self._store_port = self._open_store()
@@ -116,6 +118,10 @@ class Node:
         self.store = PrefixStore(self._prefix, self.store)
 
     def start(self, side: SideLaunch) -> None:
+        """Start the side's workers of this node."""
+        name = side.config.side
+        self.starts[name] = self.starts.get(name, 0) + 1
+        self.expected_exit.discard(name)
         ranks = [self.world.rank] if self.world.torchrun else list(range(side.config.world_size))
         for rank in ranks:
             if rank < side.config.world_size:
@@ -133,7 +139,7 @@ class Node:
             run=str(self.run),
             store_host=self._store_host,
             store_port=self._store_port,
-            store_prefix=f"{self._prefix}/{name}",
+            store_prefix=f"{self._prefix}/{name}/{self.starts[name]}",
             timeout_s=self.timeout_s,
             fd=theirs.fileno() if theirs else None,
         )
@@ -168,7 +174,12 @@ class Node:
             ) from None
 
     def log_path(self, side: SideName, rank: int) -> Path:
-        return self.run / "logs" / f"{side}-rank{rank}.log"
+        start = self.starts.get(side, 1)
+        return self.run / "logs" / f"{side}-rank{rank}{f'-start{start}' if start > 1 else ''}.log"
+
+    def death_key(self, side: SideName, rank: int) -> str:
+        """Where this node's driver leaves the error of a worker that ended."""
+        return f"death/{side}/{self.starts.get(side, 1)}/{rank}"
 
     def deaths(self) -> dict[tuple[SideName, int], RlmismatchError]:
         """(side, rank) -> the error of each worker of this node that ended and was not told to."""
@@ -314,14 +325,6 @@ class Controller:
         self.request(side, message)
         return self.collect([side])[side]
 
-    def run_arms(self, arms: Mapping[SideName, Sequence[Arm]]) -> None:
-        """Run each side's arms, all sides at the same time."""
-        busy = [side for side, wanted in arms.items() if wanted]
-        for side in busy:
-            self.request(side, {"op": "run", "arms": [arm.to_json() for arm in arms[side]]})
-        if busy:
-            self.collect(busy)
-
     def _read(self, side: SideName) -> Iterator[dict[str, Any]]:
         try:
             data = self.node.sockets[side].recv(1 << 20)
@@ -376,7 +379,7 @@ class Controller:
             key
             for side in self.node.sockets
             for rank in range(self.node.world.size)
-            for key in (f"{side}/error/{rank}", f"death/{side}/{rank}")
+            for key in (f"{side}/{self.node.starts[side]}/error/{rank}", self.node.death_key(side, rank))
         ]
         return [RlmismatchError.from_json(json.loads(self.node.store.get(key))) for key in keys if self.node.store.check([key])]
 
@@ -394,6 +397,7 @@ class Controller:
             time.sleep(_POLL_S)
         self._tell({"stop": side})
         self.node.stop(side)
+        self._buffers.pop(side, None)
 
     def finish(self, code: int) -> None:
         """Tell the other drivers to stop everything and exit with `code`."""
@@ -407,7 +411,7 @@ def follow(node: Node) -> int:
     current = json.loads(node.store.get(_current_key()))
     node.name_run(current["id"])
     node.run = Path(current["run"])
-    index, told = 0, set[tuple[SideName, int]]()
+    index, told = 0, set[str]()
     while True:
         if node.store.check([f"command/{index}"]):
             command = json.loads(node.store.get(f"command/{index}"))
@@ -419,12 +423,13 @@ def follow(node: Node) -> int:
                 try:
                     node.start(side)
                 except RlmismatchError as error:
-                    node.store.set(f"death/{side.config.side}/{node.world.rank}", json.dumps(error.to_json()))
+                    node.store.set(node.death_key(side.config.side, node.world.rank), json.dumps(error.to_json()))
             else:
                 node.stop(command["stop"])
             continue
         for (side_name, rank), death in node.deaths().items():
-            if (side_name, rank) not in told:
-                node.store.set(f"death/{side_name}/{rank}", json.dumps(death.to_json()))
-                told.add((side_name, rank))
+            key = node.death_key(side_name, rank)
+            if key not in told:
+                node.store.set(key, json.dumps(death.to_json()))
+                told.add(key)
         time.sleep(_POLL_S)

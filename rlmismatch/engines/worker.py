@@ -152,7 +152,7 @@ def as_rlmismatch_error(error: BaseException, worker: WorkerConfig) -> Rlmismatc
         "engine-out-of-memory" if memory else "engine-failed",
         f"{side.engine} ({side.side}, rank {worker.rank}): {type(error).__name__}: {str(error).strip() or 'no message'}",
         where=f"{last.filename}:{last.lineno} in {last.name}" if last else "",
-        hint="lower --gpu-memory-fraction, or use a larger TP" if memory else "the full traceback is in the side's log",
+        hint=_memory_hint(side) if memory else "the full traceback is in the side's log",
     )
 
 
@@ -175,6 +175,13 @@ def _require_engine(config: SideConfig) -> None:
             where=config.side,
             hint=f"pip install 'rlmismatch[{extra}]', or name another Python with {option}",
         )
+
+
+def _memory_hint(config: SideConfig) -> str:
+    """Whose memory it is that ran out, and the option that gives it back."""
+    if config.side == "oracle":
+        return "--oracle float32 needs half of it, --oracle off none"
+    return "--sides in-turn gives each side the whole GPU; or lower --gpu-memory-fraction, or use a larger TP"
 
 
 def _load_engine(config: SideConfig, rank: int, local_rank: int) -> Engine:
