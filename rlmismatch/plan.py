@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from rlmismatch import __version__, attribution, capture, tokens
-from rlmismatch.arms import ALL, BOUNDARY, LOCAL, NATIVE, ORACLE, RETURN, ROLLOUT_PATHS, arm_id, base_pins, engine_knobs, repeat_id
+from rlmismatch.arms import ALL, BOUNDARY, LOCAL, LOGITS, NATIVE, ORACLE, RETURN, ROLLOUT_PATHS, arm_id, base_pins, engine_knobs, repeat_id
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.axes.base import Axis
 from rlmismatch.engines.fleet import Fleet
@@ -198,6 +198,8 @@ class Run:
         for name, pins, paths in full:
             merged[name] = (pins, max(paths, merged.get(name, (pins, ()))[1], key=len))
         probes = [Arm(id=LOCAL, pins=base, probe="local", paths=("prefill",))]
+        if s.command == "logprob":
+            probes.append(Arm(id=LOGITS, pins=every - {"head_gemm", "logprob"} | base, probe="logits", paths=("prefill",)))
         if s.attribute:
             probes.append(Arm(id=BOUNDARY, pins=every, probe="boundary", paths=("prefill",)))
         arms = [Arm(id=name, pins=pins, paths=paths) for name, (pins, paths) in merged.items()]

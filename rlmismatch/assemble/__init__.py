@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from rlmismatch import attribution, axes, verdict
 from rlmismatch.arms import NATIVE
-from rlmismatch.assemble import rows
-from rlmismatch.assemble.defects import defects
+from rlmismatch.assemble import logprob, rows
+from rlmismatch.assemble.defects import defects, over_limit
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.checkpoint import combine_digests
 from rlmismatch.contract import Reading
@@ -50,7 +49,8 @@ def report(folder: Path, *, budget: Sequence[str] = (), fail_on: str | None = No
     lines = () if void else limits.check(next((r.drift for r in ratios if r.name == "trainer/prefill"), None), oracle=errors)
     knobs = rows.knobs(evidence, book)
     gates = rows.gates(evidence)
-    found = () if void else defects(evidence, book)
+    measured = () if void else logprob.measures(evidence, book)
+    found: tuple[verdict.Defect, ...] = () if void else (*defects(evidence, book), *over_limit(measured))
     plants = _plants(evidence)
     aligned = None if void else book.ratio("trainer/prefill")
     hints = () if aligned is None or aligned.invalid else signatures(aligned, tp=evidence.settings.trainer_tp)
@@ -76,6 +76,7 @@ def report(folder: Path, *, budget: Sequence[str] = (), fail_on: str | None = No
         contract=evidence.comparisons,
         knobs=knobs,
         axes=rows.axis_rows(evidence, book, wanted, void=void),
+        measures=measured,
         ratios=(*ratios, *_oracle_ratios(errors, evidence, book, void=void)),
         floors=floors,
         oracle=tuple(_oracle_row(side, error) for side, error in errors.items()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,6 +11,7 @@ from rlmismatch.arms import LOCAL
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.engines.protocol import LocalError, SideName
 from rlmismatch.evidence import Evidence
+from rlmismatch.report.model import MeasureRow
 
 # A native op may be this many times further from float64 than the correctly rounded pin on the same inputs (mean over the op's output).
 # Measured on real engines: see docs/measurements.md, "Local errors"; the limit leaves a factor over the worst honest op.
@@ -74,3 +75,20 @@ def is_defect(error: LocalError) -> bool:
 
 
 _ROUNDING: Final = 2.0**-24  # of float32: where the pin happens to be exact, an honest op may still round once
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverLimit:
+    """A measure that does not hold its limit."""
+
+    axis: str
+    text: str
+
+
+def over_limit(rows: Iterable[MeasureRow]) -> tuple[OverLimit, ...]:
+    """Every measure over its limit, in their order."""
+    return tuple(
+        OverLimit(axis=row.axis, text=f"{row.side} {row.what} is {row.value:.3g}, at most {row.limit:.3g}".strip())
+        for row in rows
+        if not row.ok
+    )

@@ -21,6 +21,7 @@ from rlmismatch.engines import (
     megatron_knobs,
     megatron_model,
     megatron_plants,
+    megatron_probe,
     megatron_provenance,
     megatron_readings,
     megatron_weights,
@@ -106,10 +107,11 @@ class MegatronEngine:
         self._check(arm, sequences)
         knobs = self._knobs(arm)
         settings = self._planted(knobs.loss)
-        switch = OpSwitch(active=arm.pins, probe=arm.probe, recorder=Recorder())
+        switch = OpSwitch(active=arm.pins, probe="none" if arm.probe == "logits" else arm.probe, recorder=Recorder())
         result = ArmResult(arm=arm, knobs=logprob_knobs.under_pin(knobs.outcomes, arm.pins))
         scores: dict[str, torch.Tensor] = {}
-        with installed(self.ops.patches(switch, settings)) as counter:
+        watch = megatron_probe.watching_head(self) if arm.probe == "logits" else contextlib.nullcontext()
+        with installed(self.ops.patches(switch, settings)) as counter, watch as seen:
             for sequence in sequences[:1] if arm.probe == "boundary" else sequences:
                 scores[sequence.id] = self._score(sequence)
         result.scores = dict.fromkeys(arm.paths, scores)
@@ -119,6 +121,8 @@ class MegatronEngine:
             result.local = switch.recorder.local_errors(self.tp.group)
         if arm.probe == "boundary":
             result.boundaries = self._boundaries(switch.recorder)
+        if seen is not None:
+            result.boundaries = megatron_probe.probe(self, seen, scores, sequences)
         result.seconds = time.perf_counter() - started
         return result
 

@@ -27,12 +27,34 @@ def sections(report: Report, *, verbose: bool) -> list[Section]:
         isolation.closure(report),
         isolation.divergence(report, verbose),
         isolation.axes(report),
+        _measures(report, verbose),
         _oracle(report),
         _floors(report),
         _worst(report, verbose),
         _per_sequence(report, verbose),
     ]
     return [s for s in every if s is not None]
+
+
+def _measures(report: Report, verbose: bool) -> Section | None:
+    """Rows over their limit, and all of them when verbose."""
+    shown = [m for m in report.measures if verbose or not m.ok or (m.limit is None and not m.side)]
+    if not shown:
+        return None
+    columns = (Column(header="axis"), Column(header="side"), Column(header="what", flexible=True), numeric("measured"), numeric("limit"))
+    rows = tuple(
+        (
+            cell(m.axis),
+            cell(m.side),
+            cell(f"{m.what}; {m.note}" if m.note and (verbose or not m.ok) else m.what),
+            Cell(text=f"{number(m.value)} {m.unit}".strip(), style="" if m.ok else "bad"),
+            cell(number(m.limit)),
+        )
+        for m in shown
+    )
+    within = sum(m.ok for m in report.measures if m.limit is not None)
+    limited = sum(m.limit is not None for m in report.measures)
+    return Section(title="Measures", note=f"{within} of {plural(limited, 'limit')} held", blocks=(Table(columns=columns, rows=rows),))
 
 
 def _budget(report: Report) -> Section | None:

@@ -114,6 +114,24 @@ class AxisRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeasureRow:
+    """A number of one axis that is no drift between two score sets. One over its limit is a defect of the axis."""
+
+    axis: str
+    what: str
+    value: float | None  # None: not measured, and `note` says why
+    unit: str = "nats"
+    side: str = ""  # "": of both sides together
+    limit: float | None = None
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Within its limit; NaN is within none, and what was not measured broke none."""
+        return self.value is None or self.limit is None or abs(self.value) <= self.limit
+
+
+@dataclass(frozen=True, kw_only=True)
 class RatioRow:
     """The drift of one pair of score sets: ``trainer/prefill``, ``prefill/decode``, ``decode/recorded``, ``trainer/oracle``..."""
 
@@ -251,6 +269,7 @@ class Report:
     contract: tuple[FieldComparison, ...] = ()
     knobs: tuple[KnobRow, ...] = ()
     axes: tuple[AxisRow, ...] = ()
+    measures: tuple[MeasureRow, ...] = ()
     ratios: tuple[RatioRow, ...] = ()
     floors: tuple[FloorRow, ...] = ()
     oracle: tuple[OracleRow, ...] = ()

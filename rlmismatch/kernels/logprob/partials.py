@@ -86,19 +86,22 @@ def require_targets(targets_T: torch.Tensor, *, rows: int, vocab_size: int) -> N
         )
 
 
+def require_tiled(runs: Sequence[tuple[int, int]], *, vocab_size: int) -> None:
+    """Raise ContractError unless the ranks' runs of tiles, (first, count) from rank 0 on, cover the vocabulary exactly once."""
+    next_tile = 0
+    for rank, (first, count) in enumerate(runs):
+        if first != next_tile and count:
+            what = "leaves a gap" if first > next_tile else "overlaps"
+            raise ContractError("vocabulary-shards-do-not-tile", f"rank {rank} starts at tile {first}, expected {next_tile}: {what}")
+        next_tile += count
+    if next_tile != tile_count(vocab_size):
+        raise ContractError("vocabulary-shards-do-not-tile", f"{next_tile} tiles of {WIDTH} for a vocabulary of {vocab_size}")
+
+
 def join(parts: Sequence[VocabPartials], *, vocab_size: int) -> Joined:
     """The ranks' partials, rank 0 first, as one. Raises ContractError unless the tiles cover the vocabulary exactly once and every
     row has exactly one owner: its logit is copied, never summed."""
-    next_tile = 0
-    for rank, part in enumerate(parts):
-        if part.first_tile != next_tile and part.max_TJ.shape[1]:
-            what = "leaves a gap" if part.first_tile > next_tile else "overlaps"
-            raise ContractError(
-                "vocabulary-shards-do-not-tile", f"rank {rank} starts at tile {part.first_tile}, expected {next_tile}: {what}"
-            )
-        next_tile += part.max_TJ.shape[1]
-    if next_tile != tile_count(vocab_size):
-        raise ContractError("vocabulary-shards-do-not-tile", f"{next_tile} tiles of {WIDTH} for a vocabulary of {vocab_size}")
+    require_tiled([(p.first_tile, p.max_TJ.shape[1]) for p in parts], vocab_size=vocab_size)
     owns_RT = torch.stack([p.owns_T for p in parts])
     owners_T = owns_RT.sum(dim=0)
     if bool((owners_T != 1).any()):

@@ -1,0 +1,116 @@
+"""The backward of each of the trainer's losses, and the entropy, on one logits tensor against float64.
+
+The loss is sum(w * logp) with a weight of its own for every row: a kernel that drops or reuses grad_output is right for w = 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from rlmismatch.engines import megatron_model
+from rlmismatch.kernels import logprob, logprob_backward
+
+if TYPE_CHECKING:
+    from rlmismatch.engines.megatron import MegatronEngine
+
+# Losses of Megatron that have a backward of their own.
+_IMPLS: Final[Mapping[str, str]] = {"mcore_unfused": "none", "mcore_native_fused": "native", "mcore_te_fused": "te"}
+
+
+def row_weights(rows: int) -> torch.Tensor:
+    """float32 [N]: grad_output of every row; signs and sizes differ, none is 1."""
+    return torch.linspace(-1.5, 2.5, rows) + 0.01
+
+
+def measure(
+    engine: MegatronEngine, logits_NV: torch.Tensor, targets_N: torch.Tensor, hidden_NH: torch.Tensor, head_VH: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """``backward/NAME`` -> float64 [6] for every loss that can run here: largest and mean |dlogits - exact|, mean |exact|, the largest
+    |dlogits| where this rank does not own the target, whether every value is a bf16 number, largest relative error of dhidden; over all
+    ranks. ``entropy/...`` -> [N] by the fixed merge and exact, over the real vocabulary (mask) and all rows (include). Collective.
+    """
+    shard = engine.shard
+    real_NV = logits_NV[:, : shard.vocab_size]
+    weights_N = row_weights(len(targets_N)).to(engine.device)
+    exact_NV = -real_NV.double().softmax(-1)
+    exact_NV[torch.arange(len(targets_N)), targets_N] += 1.0
+    exact_NV *= weights_N.double()[:, None]
+    columns = slice(shard.start, shard.start + shard.real_width)
+    out = {}
+    for name, fusion in _IMPLS.items():
+        if fusion == "te" and not megatron_model.has_te_loss(engine.gpt):
+            continue
+        grad_NV = _native_grad(engine, logits_NV, targets_N, weights_N, fusion)[:, : shard.real_width]
+        out[f"backward/{name}"] = _errors(engine, grad_NV, exact_NV[:, columns], targets_N, head_VH)
+    impl = engine.config.impl
+    part = logprob.partials(real_NV.contiguous(), targets_N, vocab_start=0, vocab_size=shard.vocab_size, impl=impl)
+    ours = logprob_backward.dlogits(
+        real_NV[:, columns].contiguous(),
+        targets_N,
+        weights_N,
+        normaliser=logprob_backward.normaliser([part], vocab_size=shard.vocab_size, impl=impl),
+        vocab_start=shard.start,
+        vocab_size=shard.vocab_size,
+        impl=impl,
+    )
+    out["backward/pin"] = _errors(engine, ours, exact_NV[:, columns], targets_N, head_VH)
+    for padding, width in (("mask", shard.vocab_size), ("include", shard.padded_vocab_size)):
+        logp_NV = logits_NV[:, :width].double().log_softmax(-1)
+        out[f"entropy/{padding}/exact"] = -(logp_NV.exp() * logp_NV).sum(dim=1)
+        out[f"entropy/{padding}/pin"] = logprob_backward.entropy(logits_NV[:, :width].contiguous(), vocab_size=width, impl=impl)
+    return out
+
+
+def _native_grad(
+    engine: MegatronEngine, logits_NV: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor, fusion: str
+) -> torch.Tensor:
+    """float32 [N, V of this rank]: gradient of sum(w * logp) by Megatron's own loss, padding masked, from float32 logits."""
+    shard = engine.shard
+    own_NV = logits_NV[:, shard.start : shard.start + shard.width].float()
+    own_NV[:, shard.real_width :] = -torch.inf
+    leaf_N1V = own_NV[:, None].detach().requires_grad_()
+    with torch.enable_grad(), megatron_model.fused_loss(engine.gpt.config, fusion):
+        loss_1N = engine.gpt.compute_language_model_loss(
+            targets_N[None], leaf_N1V * 1.0
+        )  # the loss overwrites float32 logits, and a leaf must not be
+        (grad,) = torch.autograd.grad(loss_1N, leaf_N1V, -weights_N[None])
+    return grad[:, 0].float()
+
+
+def _errors(
+    engine: MegatronEngine, grad_NV: torch.Tensor, exact_NV: torch.Tensor, targets_N: torch.Tensor, head_VH: torch.Tensor
+) -> torch.Tensor:
+    shard = engine.shard
+    error_NV = (grad_NV.double() - exact_NV).abs()
+    foreign_N = (targets_N < shard.start) | (targets_N >= shard.start + shard.real_width)
+    foreign = grad_NV[foreign_N].abs().max() if bool(foreign_N.any()) and grad_NV.shape[1] else grad_NV.new_tensor(torch.nan)
+    own_VH = head_VH[: shard.real_width].double()
+    hidden = torch.stack([g @ own_VH for g in (grad_NV.double(), exact_NV)])
+    dhidden, exact_dhidden = torch.stack(shard.tp.gathered(hidden)).sum(dim=0)
+    rounded = torch.equal(grad_NV, grad_NV.bfloat16().float())
+    own = torch.stack(
+        [
+            error_NV.max() if error_NV.numel() else error_NV.new_zeros(()),
+            error_NV.sum(),
+            exact_NV.abs().sum(),
+            foreign.double(),
+            error_NV.new_tensor(float(rounded)),
+            error_NV.new_tensor(float(error_NV.numel())),
+        ]
+    )
+    ranks_R6 = torch.stack(shard.tp.gathered(own))
+    count = ranks_R6[:, 5].sum()
+    scale = exact_dhidden.abs().max()
+    return torch.stack(
+        [
+            ranks_R6[:, 0].max(),
+            ranks_R6[:, 1].sum() / count,
+            ranks_R6[:, 2].sum() / count,
+            ranks_R6[:, 3].nan_to_num(torch.inf).amin(),
+            ranks_R6[:, 4].amin(),
+            (dhidden - exact_dhidden).abs().max() / scale,
+        ]
+    )
