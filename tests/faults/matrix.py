@@ -1,0 +1,258 @@
+"""Every built plant on every side, and what its run must come to. Prints docs/controls.md:
+
+python -m tests.faults.matrix > docs/controls.md
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from rlmismatch import axes
+from tests.cli_runs import LLAMA, MASK, QUICK, TINY, TP2
+
+_TIERS: Final = {"NOT COMPARABLE": "identical", "CONTRACT": "semantic", "DEFECT": "recorded"}
+_TP2_SP: Final = (*MASK, *TP2, "--sp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One plant on one side: how it is run, the verdict it must get, and the first reason that the verdict must give."""
+
+    plant: str
+    side: Literal["trainer", "rollout"]
+    word: Literal["NOT COMPARABLE", "CONTRACT", "DEFECT"]
+    axis: str
+    says: str  # stands in the reason's text: the field or tensor, and what is wrong with it
+    ckpt: str = TINY
+    options: tuple[str, ...] = MASK
+    torchrun: int | None = None
+
+    @property
+    def id(self) -> str:
+        return f"{self.plant}@{self.side}"
+
+    @property
+    def tier(self) -> str:
+        return _TIERS[self.word]
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The options of ``rlmismatch probe``, but for --out and the format."""
+        return ("--ckpt", self.ckpt, *self.options, *QUICK, "--plant", self.id)
+
+    @property
+    def setup(self) -> str:
+        """In words, what is not as in most cases."""
+        words = ["fixtures/tiny-llama"] if self.ckpt == LLAMA else []
+        words += ["TP2+SP" if "--sp" in self.options else "TP2"] if "--trainer-tp" in self.options else []
+        words += [] if "--vocab-padding-policy" in self.options else ["padded rows counted"]
+        return ", ".join([*words, f"torchrun with {self.torchrun} ranks"] if self.torchrun else words)
+
+
+CASES: Final[tuple[Case, ...]] = (
+    Case(
+        plant="one_stale_tensor",
+        side="trainer",
+        word="NOT COMPARABLE",
+        axis="model.weights",
+        says="model.layers.0.mlp.down_proj.weight: trainer not as in the checkpoint",
+    ),
+    Case(
+        plant="one_stale_tensor",
+        side="rollout",
+        word="NOT COMPARABLE",
+        axis="model.weights",
+        says="model.layers.0.post_attention_layernorm.weight: rollout not as in the checkpoint",
+        options=_TP2_SP,
+        torchrun=2,
+    ),
+    Case(
+        plant="untied_head",
+        side="trainer",
+        word="NOT COMPARABLE",
+        axis="model.weights",
+        says="lm_head.weight: missing in the rollout, tied: trainer and rollout differ",
+        ckpt=LLAMA,
+    ),
+    Case(
+        plant="untied_head",
+        side="rollout",
+        word="NOT COMPARABLE",
+        axis="model.weights",
+        says="lm_head.weight: missing in the trainer, tied: trainer and rollout differ",
+        ckpt=LLAMA,
+    ),
+    Case(plant="two_bos", side="trainer", word="NOT COMPARABLE", axis="model.tokens", says="bos_count is [2, 2, 2, 2] on the trainer"),
+    Case(
+        plant="two_bos",
+        side="rollout",
+        word="NOT COMPARABLE",
+        axis="model.tokens",
+        says="bos_count is [1, 1, 1, 1] on the trainer and [2, 2, 2, 2] on the rollout",
+        options=_TP2_SP,
+        torchrun=2,
+    ),
+    Case(
+        plant="eps",
+        side="trainer",
+        word="NOT COMPARABLE",
+        axis="model.norm",
+        says="eps is 1e-05 on the trainer and 1e-06 on the rollout",
+        options=_TP2_SP,
+        torchrun=2,
+    ),
+    Case(
+        plant="eps",
+        side="rollout",
+        word="NOT COMPARABLE",
+        axis="model.norm",
+        says="eps is 1e-06 on the trainer and ",
+    ),
+    Case(plant="qk_norm_skipped", side="trainer", word="NOT COMPARABLE", axis="model.qk_norm", says="present is false on the trainer"),
+    Case(
+        plant="qk_norm_skipped",
+        side="rollout",
+        word="NOT COMPARABLE",
+        axis="model.qk_norm",
+        says="present is true on the trainer and false on the rollout",
+    ),
+    Case(
+        plant="dropout_on",
+        side="trainer",
+        word="CONTRACT",
+        axis="model.mode",
+        says="attention_dropout is 0.1 on the trainer",
+        options=_TP2_SP,
+        torchrun=2,
+    ),
+    Case(
+        plant="rope_theta",
+        side="trainer",
+        word="CONTRACT",
+        axis="attention.rope",
+        says="theta is 100000.0 on the trainer and 1000000.0 on the rollout",
+        options=_TP2_SP,
+        torchrun=2,
+    ),
+    Case(
+        plant="rope_theta",
+        side="rollout",
+        word="CONTRACT",
+        axis="attention.rope",
+        says="theta is 1000000.0 on the trainer and 100000.0 on the rollout",
+    ),
+    Case(
+        plant="temperature_not_applied",
+        side="trainer",
+        word="CONTRACT",
+        axis="logprob.transform_chain",
+        says="transform_chain is [] on the trainer",
+    ),
+    Case(
+        plant="temperature_not_applied",
+        side="rollout",
+        word="CONTRACT",
+        axis="logprob.transform_chain",
+        says='transform_chain is ["temperature(0.7)"] on the trainer and [] on the rollout',
+        options=_TP2_SP,
+        torchrun=2,
+    ),
+    Case(
+        plant="pad_rows_nonzero",
+        side="trainer",
+        word="CONTRACT",
+        axis="logprob.vocab_padding",
+        says="vocab_padding_policy is include on the trainer and mask on the rollout",
+        options=(),  # masked, the rows can do no harm
+    ),
+    Case(
+        plant="lse_offset_log_tp",
+        side="trainer",
+        word="CONTRACT",
+        axis="logprob.reduce",
+        says="order is log-sum-exp off by +0.6931 on the trainer",
+    ),
+    Case(
+        plant="lse_offset_log_tp",
+        side="rollout",
+        word="CONTRACT",
+        axis="logprob.reduce",
+        says="and log-sum-exp off by +0.6931 on the rollout",
+        options=(*MASK, *TP2),
+    ),
+    Case(
+        plant="attention_bf16_accumulate",
+        side="trainer",
+        word="CONTRACT",
+        axis="attention.precision",
+        says="accum_dtype is bfloat16 on the trainer and float32 on the rollout",
+    ),
+    Case(
+        plant="attention_bf16_accumulate",
+        side="rollout",
+        word="CONTRACT",
+        axis="attention.precision",
+        says="accum_dtype is float32 on the trainer and bfloat16 on the rollout",
+    ),
+    Case(
+        plant="forward_reduce_bf16_accumulate",
+        side="trainer",
+        word="CONTRACT",
+        axis="gemm.forward_reduce",
+        says="acc_dtype is bfloat16 on the trainer and float32 on the rollout",
+        options=(*MASK, *TP2),
+    ),
+    Case(
+        plant="forward_reduce_bf16_accumulate",
+        side="rollout",
+        word="CONTRACT",
+        axis="gemm.forward_reduce",
+        says="acc_dtype is float32 on the trainer and bfloat16 on the rollout",
+        options=(*MASK, *TP2),
+    ),
+    Case(
+        plant="wrong_gemm_one_layer",
+        side="trainer",
+        word="DEFECT",
+        axis="gemm.kernel",
+        says="trainer layers.0.up_proj: 2 % from float64",
+    ),
+    Case(
+        plant="wrong_gemm_one_layer",
+        side="rollout",
+        word="DEFECT",
+        axis="gemm.kernel",
+        says="rollout layers.0.up_proj: 2 % from float64",
+    ),
+)
+
+_HEAD: Final = """\
+# Controls: does the tool see a fault?
+
+A *plant* is a known fault that `--plant ID@SIDE` puts into one live engine. Each row below is a run of both real engines that
+`tests/faults/test_plants.py` makes; the verdict must be this one, with this axis in its first reason, and the exit code must be 4.
+Nothing else in the run is wrong. Written by `python -m tests.faults.matrix > docs/controls.md`; a test holds it current.
+
+NOT COMPARABLE voids every number of the run. Where no set-up is named it is fixtures/tiny-qwen3 at TP1, padded vocabulary rows masked.
+"""
+_COLUMNS: Final = ("plant", "what is broken", "side", "set-up", "verdict", "named first", "tier", "the reason says")
+
+
+def render() -> str:
+    """The whole document, in Markdown."""
+    lines = [_line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
+    for case in CASES:
+        what = axes.plant(case.plant, case.side)[1].what
+        row = (f"`{case.plant}`", what, case.side, case.setup, case.word, f"`{case.axis}`", case.tier, case.says)
+        lines.append(_line(row))
+    return "\n".join([_HEAD, *lines]) + "\n"
+
+
+def _line(cells: tuple[str, ...] | list[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render())
