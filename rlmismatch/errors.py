@@ -37,11 +37,17 @@ class RlmismatchError(Exception):
     def from_json(cls, data: dict[str, object]) -> RlmismatchError:
         """The same error on the other side of a process boundary; the class is chosen by the exit code."""
         code = ExitCode(int(str(data["exit_code"])))
-        kind = next((k for k in (UsageError, EngineError, EnvironmentUnfitError, InconclusiveError, ContractError) if k.exit_code == code), cls)
+        kind = next(
+            (k for k in (UsageError, EngineError, EnvironmentUnfitError, InconclusiveError, ContractError) if k.exit_code == code), cls
+        )
         details = data.get("details") or ()
         assert isinstance(details, (list, tuple))
         return kind(
-            str(data["slug"]), str(data["what"]), where=str(data.get("where", "")), hint=str(data.get("hint", "")), details=tuple(map(str, details))
+            str(data["slug"]),
+            str(data["what"]),
+            where=str(data.get("where", "")),
+            hint=str(data.get("hint", "")),
+            details=tuple(map(str, details)),
         )
 
 
