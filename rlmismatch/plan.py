@@ -18,7 +18,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from rlmismatch import __version__, attribution, capture, tokens
+from rlmismatch import __version__, attribution, axes, capture, tokens
 from rlmismatch.arms import ALL, BOUNDARY, LOCAL, LOGITS, NATIVE, ORACLE, RETURN, ROLLOUT_PATHS, arm_id, base_pins, engine_knobs, repeat_id
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.axes.base import Axis
@@ -29,7 +29,7 @@ from rlmismatch.engines.protocol import Arm, ScorePath, SideConfig, SideName
 from rlmismatch.errors import InconclusiveError
 from rlmismatch.evidence import Evidence, wanted_axes
 from rlmismatch.inputs import Inputs, token_texts
-from rlmismatch.settings import Settings, parse_env
+from rlmismatch.settings import Settings, parse_env, split_plant
 from rlmismatch.tokens import Sequence
 
 
@@ -198,7 +198,8 @@ class Run:
         for name, pins, paths in full:
             merged[name] = (pins, max(paths, merged.get(name, (pins, ()))[1], key=len))
         probes = [Arm(id=LOCAL, pins=base, probe="local", paths=("prefill",))]
-        if s.command == "logprob":
+        planted = {split_plant(text)[0] for text in s.plant}
+        if s.command == "logprob" or any(a.family == "logprob" for p in planted for a in axes.axes_of_plant(p)):
             probes.append(Arm(id=LOGITS, pins=every - {"head_gemm", "logprob"} | base, probe="logits", paths=("prefill",)))
         if s.attribute:
             probes.append(Arm(id=BOUNDARY, pins=every, probe="boundary", paths=("prefill",)))

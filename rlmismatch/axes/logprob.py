@@ -172,6 +172,7 @@ LOGPROB: Final[tuple[Axis, ...]] = (
                 id="pad_rows_included",
                 verdict="contract",
                 what="the padded vocabulary rows are counted in the denominator on one side",
+                built=True,
             ),
             Plant(
                 id="pad_rows_nonzero",
@@ -196,8 +197,8 @@ LOGPROB: Final[tuple[Axis, ...]] = (
         hint="make the shards of the head cover every row of the vocabulary once",
         zero={"tp1": "TP1 on both sides: one shard"},
         plants=(
-            Plant(id="shard_gap", verdict="contract", what="a row of the head belongs to no rank"),
-            Plant(id="shard_overlap", verdict="contract", what="a row of the head belongs to two ranks"),
+            Plant(id="shard_gap", verdict="contract", what="a row of the head belongs to no rank", built=True),
+            Plant(id="shard_overlap", verdict="contract", what="a row of the head belongs to two ranks", built=True),
         ),
         built="contract_only",
     ),
@@ -232,6 +233,7 @@ LOGPROB: Final[tuple[Axis, ...]] = (
         hint="merge the vocabulary shards by their global index, or fix NCCL_ALGO and NCCL_PROTO on both sides",
         zero={"tp_le_2": "at most two ranks: one addition, no order"},
         plants=(Plant(id="merge_arrival_order", verdict="contract", what="the shards' partials are merged as they arrive"),),
+        built="contract_only",
     ),
     Axis(
         id="logprob.precision",
@@ -251,7 +253,9 @@ LOGPROB: Final[tuple[Axis, ...]] = (
             " so read it back"
         ),
         hint="give the head the same output dtype on both sides: both low is better than one side raised alone",
-        plants=(Plant(id="head_fp32_one_sided", verdict="contract", what="one side's head writes float32 logits, the other's bf16"),),
+        plants=(
+            Plant(id="head_fp32_one_sided", verdict="contract", what="one side's head writes float32 logits, the other's bf16", built=True),
+        ),
         built="contract_only",
     ),
     Axis(
@@ -273,9 +277,15 @@ LOGPROB: Final[tuple[Axis, ...]] = (
         hint="apply the same temperature, soft cap, scale, top-p, top-k, min-p and penalties, in the same order, on both sides",
         plants=(
             Plant(id="temperature_not_applied", verdict="contract", what="one side leaves out the temperature", built=True),
-            Plant(id="top_p_renormalised", verdict="contract", what="the rollout renormalises over its nucleus", sides=("rollout",)),
-            Plant(id="soft_cap_missing", verdict="contract", what="one side leaves out the logit soft cap"),
-            Plant(id="cap_after_scale", verdict="contract", what="one side caps the logits after scaling them"),
+            Plant(
+                id="top_p_renormalised",
+                verdict="contract",
+                what="the rollout renormalises over its nucleus",
+                sides=("rollout",),
+                built=True,
+            ),
+            Plant(id="soft_cap_missing", verdict="contract", what="one side leaves out the logit soft cap", built=True),
+            Plant(id="cap_after_scale", verdict="contract", what="one side caps the logits after scaling them", built=True),
         ),
         built="contract_only",
     ),
@@ -294,10 +304,10 @@ LOGPROB: Final[tuple[Axis, ...]] = (
         ),
         hint="score token t+1 with the logits of token t on both sides, and leave padded and ignored targets out of the mask",
         plants=(
-            Plant(id="shift_by_one", verdict="contract", what="one side scores each token with the wrong row of logits"),
-            Plant(id="double_owner", verdict="contract", what="two ranks supply one target's logit"),
-            Plant(id="oov_target", verdict="contract", what="a target outside the vocabulary is scored"),
-            Plant(id="eos_logprob_zero", verdict="contract", what="the end token's log-prob is reported as exactly 0"),
+            Plant(id="shift_by_one", verdict="contract", what="one side scores each token with the wrong row of logits", built=True),
+            Plant(id="double_owner", verdict="contract", what="two ranks supply one target's logit", built=True),
+            Plant(id="oov_target", verdict="contract", what="a target outside the vocabulary is scored", built=True),
+            Plant(id="eos_logprob_zero", verdict="contract", what="the end token's log-prob is reported as exactly 0", built=True),
         ),
         built="contract_only",
     ),
@@ -317,7 +327,11 @@ LOGPROB: Final[tuple[Axis, ...]] = (
             " up"
         ),
         hint="make one row of logits per scored token on both sides",
-        plants=(Plant(id="head_row_off_by_one", verdict="contract", what="one side's head reads the hidden state of the row before"),),
+        plants=(
+            Plant(
+                id="head_row_off_by_one", verdict="contract", what="one side's head reads the hidden state of the row before", built=True
+            ),
+        ),
         built="pin_only",
     ),
     Axis(
@@ -357,14 +371,17 @@ LOGPROB: Final[tuple[Axis, ...]] = (
                 verdict="defect",
                 what="ranks that do not own the target get no gradient",
                 sides=("trainer",),
+                built=True,
             ),
             Plant(
                 id="entropy_before_temperature",
                 verdict="contract",
                 what="the entropy is taken of the logits before temperature",
                 sides=("trainer",),
+                built=True,
             ),
         ),
         side="trainer",
+        built="contract_only",
     ),
 )

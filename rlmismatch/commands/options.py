@@ -195,6 +195,11 @@ def split_knobs(family: str, knobs: Sequence[Knob], given: Mapping[str, Any]) ->
     return values, {name: value for name, value in given.items() if name not in ids}
 
 
+# Knobs that a plant has to have something to break, and the value they get where none was given.
+PLANT_NEEDS = {
+    "soft_cap_missing": {"logprob.soft_cap": "10"},
+    "cap_after_scale": {"logprob.soft_cap": "10", "logprob.logit_scale": "0.5"},
+}
 PLANTED_TEMPERATURE = 0.7  # at 1 a side has no temperature to leave out
 SHARED = (_INPUT, _SIDES, _JUDGE, OUTPUT)
 
@@ -219,9 +224,10 @@ def settings_of(
     planted = [split_plant(text) for text in settings.plant]
     for plant, side_name in planted:
         axes.plant(plant, side_name)
-    if settings.temperature == 1.0 and any(plant == "temperature_not_applied" for plant, _ in planted):
+    if settings.temperature == 1.0 and any(plant in ("temperature_not_applied", "entropy_before_temperature") for plant, _ in planted):
         settings = dataclasses.replace(settings, temperature=PLANTED_TEMPERATURE)
-    return settings
+    needed = {knob: value for plant, _ in planted for knob, value in PLANT_NEEDS.get(plant, {}).items()}
+    return dataclasses.replace(settings, knobs={**needed, **settings.knobs})
 
 
 def format_of(given: Mapping[str, Any]) -> str:

@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, Literal
 
-from rlmismatch.contract import Evidence, Reading
+import torch
+
+from rlmismatch.contract import Evidence, Reading, read
 from rlmismatch.engines.protocol import SideConfig
 from rlmismatch.transforms import NEUTRAL, Chain, Step, parse_order, parse_texts
 
@@ -132,3 +134,22 @@ def under_pin(outcomes: dict[str, Outcome], pins: frozenset[str]) -> dict[str, O
         **outcomes,
         knob: outcome(wanted, FIXED_MERGE, status, "the pin logprob is in force"),
     }
+
+
+def trial_targets(logits_TV: torch.Tensor, chain: Chain) -> torch.Tensor:
+    """int64 [T]: targets of a trial that no transform of `chain` cuts off: each row's likeliest column, and where nothing is cut the
+    second likeliest in every other row, so that a fault that spares the maximum shows too."""
+    best_T2 = logits_TV.topk(2, dim=1).indices
+    second_T = torch.arange(len(logits_TV)) % 2 * int(chain.elementwise)
+    return best_T2.gather(1, second_T[:, None])[:, 0]
+
+
+def rows_made_of(logits_TV: torch.Tensor, x_TH: torch.Tensor, weight_VH: torch.Tensor, source: str) -> Reading:
+    """Whether row t of `logits_TV` is the head's product of row t of `x_TH`, or of which other one."""
+    if not weight_VH.shape[0]:
+        return read("one row per scored token", f"{source}: this rank holds padding alone")
+    distance_TT = torch.cdist(logits_TV.double(), x_TH.double() @ weight_VH.double().T)
+    offsets = {int(best) - t for t, best in enumerate(distance_TT.argmin(dim=1).tolist())}
+    if offsets == {0}:
+        return read("one row per scored token", source)
+    return read(f"logits of other rows, {sorted(offsets)} away", source)

@@ -32,7 +32,7 @@ from rlmismatch.errors import UsageError
 from rlmismatch.pins.collectives import TpGroup
 from rlmismatch.pins.hooks import OpSwitch, Recorder, installed
 from rlmismatch.pins.megatron import TrainerOps
-from rlmismatch.pins.megatron_logprob import LossSettings, VocabShard
+from rlmismatch.pins.megatron_logprob import HeadSettings, LossSettings, VocabShard
 from rlmismatch.pins.megatron_shape import TrainerShape
 from rlmismatch.pins.megatron_te import TransformerEngineOps
 from rlmismatch.pins.spec import PINS, boundary_names
@@ -79,8 +79,8 @@ class MegatronEngine:
         megatron_weights.load(self.gpt, checkpoint, tp=self.tp, te=config.trainer_spec == "te", dtype=config.dtype)
         self.shard = VocabShard(tp=self.tp, vocab_size=self.model.vocab_size, padded_vocab_size=self.gpt.vocab_size)
         site = megatron_plants.Site(gpt=self.gpt, config=config, model=self.model, shard=self.shard)
-        patches = [patch for plant in self.plants.values() for patch in plant.apply(site)]
-        self._standing.enter_context(installed(patches))
+        for plant in self.plants.values():  # one by one: two faults may sit in one place
+            self._standing.enter_context(installed(plant.apply(site)))
         self.ops = (TransformerEngineOps if config.trainer_spec == "te" else TrainerOps)(
             self.gpt,
             TrainerShape(
@@ -92,7 +92,7 @@ class MegatronEngine:
                 eps=self.model.rms_eps,
                 inv_freq=self.model.rope.inv_freq(self.model.head_dim).to(self.device),
                 chain=logprob_knobs.chain_of(config),
-                head=self._knobs(Arm(id="load")).head,
+                head=self._head_settings(),
             ),
             self.shard,
         )
@@ -168,8 +168,13 @@ class MegatronEngine:
         """What became of each knob of this run, before any arm."""
         return self._knobs(Arm(id="native")).outcomes
 
+    def _head_settings(self) -> HeadSettings:
+        head = self._knobs(Arm(id="load")).head
+        return dataclasses.replace(head, dtype=torch.float32) if "head_fp32_one_sided" in self.plants else head
+
     def _planted(self, loss: LossSettings) -> LossSettings:
-        return dataclasses.replace(loss, chain=logprob_knobs.planted_chain(loss.chain, self.plants))
+        padding = "include" if "pad_rows_included" in self.plants else loss.padding
+        return dataclasses.replace(loss, padding=padding, chain=logprob_knobs.planted_chain(loss.chain, self.plants))
 
     def forward(self, token_ids: Seq[int], labels: Seq[int] | None) -> torch.Tensor:
         """float32 [S] loss per position, or without labels logits [S, V / tp]; S is padded on the right to a multiple of TP under SP.

@@ -32,7 +32,8 @@ def measure(
     |dlogits| where this rank does not own the target, whether every value is a bf16 number, largest relative error of dhidden; over all
     ranks. ``entropy/...`` -> [N] by the fixed merge and exact, over the real vocabulary (mask) and all rows (include). Collective.
     """
-    shard = engine.shard
+    shard, knobs = engine.shard, engine.config.knobs
+    wanted = knobs.get("logprob.backward_impl")
     real_NV = logits_NV[:, : shard.vocab_size]
     weights_N = row_weights(len(targets_N)).to(engine.device)
     exact_NV = -real_NV.double().softmax(-1)
@@ -41,14 +42,30 @@ def measure(
     columns = slice(shard.start, shard.start + shard.real_width)
     out = {}
     for name, fusion in _IMPLS.items():
-        if fusion == "te" and not megatron_model.has_te_loss(engine.gpt):
+        if wanted == "triton" or (fusion == "te" and not megatron_model.has_te_loss(engine.gpt)):
             continue
         grad_NV = _native_grad(engine, logits_NV, targets_N, weights_N, fusion)[:, : shard.real_width]
         out[f"backward/{name}"] = _errors(engine, grad_NV, exact_NV[:, columns], targets_N, head_VH)
     impl = engine.config.impl
+    if wanted != "native":
+        out["backward/pin"] = _errors(engine, _pinned_grad(engine, real_NV, targets_N, weights_N), exact_NV[:, columns], targets_N, head_VH)
+    chain = engine.ops.shape.chain
+    applied = chain.without("temperature") if "entropy_before_temperature" in engine.plants else chain
+    for padding, width in (("mask", shard.vocab_size), ("include", shard.padded_vocab_size)):
+        logp_NV = chain.apply(logits_NV[:, :width].double()).log_softmax(-1)
+        out[f"entropy/{padding}/exact"] = -(logp_NV.exp() * logp_NV).sum(dim=1)
+        x_NV = applied.apply(logits_NV[:, :width].float())
+        native = knobs.get("logprob.entropy_reduce") == "native"
+        out[f"entropy/{padding}/pin"] = _plain_entropy(x_NV) if native else logprob_backward.entropy(x_NV, vocab_size=width, impl=impl)
+    return out
+
+
+def _pinned_grad(engine: MegatronEngine, real_NV: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor) -> torch.Tensor:
+    """float32 [N, real columns of this rank]: our backward; with grad_downcast_at hard_bf16 rounded to bf16, as the fused loss does."""
+    shard, impl = engine.shard, engine.config.impl
     part = logprob.partials(real_NV.contiguous(), targets_N, vocab_start=0, vocab_size=shard.vocab_size, impl=impl)
-    ours = logprob_backward.dlogits(
-        real_NV[:, columns].contiguous(),
+    grad_NV = logprob_backward.dlogits(
+        real_NV[:, shard.start : shard.start + shard.real_width].contiguous(),
         targets_N,
         weights_N,
         normaliser=logprob_backward.normaliser([part], vocab_size=shard.vocab_size, impl=impl),
@@ -56,12 +73,13 @@ def measure(
         vocab_size=shard.vocab_size,
         impl=impl,
     )
-    out["backward/pin"] = _errors(engine, ours, exact_NV[:, columns], targets_N, head_VH)
-    for padding, width in (("mask", shard.vocab_size), ("include", shard.padded_vocab_size)):
-        logp_NV = logits_NV[:, :width].double().log_softmax(-1)
-        out[f"entropy/{padding}/exact"] = -(logp_NV.exp() * logp_NV).sum(dim=1)
-        out[f"entropy/{padding}/pin"] = logprob_backward.entropy(logits_NV[:, :width].contiguous(), vocab_size=width, impl=impl)
-    return out
+    return grad_NV.bfloat16().float() if engine.config.knobs.get("logprob.grad_downcast_at") == "hard_bf16" else grad_NV
+
+
+def _plain_entropy(x_NV: torch.Tensor) -> torch.Tensor:
+    """float32 [N]: entropy in one pass of torch over the whole row."""
+    logp_NV = x_NV.log_softmax(-1)
+    return -(logp_NV.exp() * logp_NV).sum(dim=1)
 
 
 def _native_grad(

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlmismatch.contract import Reading, documented
+from rlmismatch.engines import megatron_plants_logprob as faults
+from rlmismatch.engines.logprob_plants import SAYS_EOS, SAYS_OOV, SAYS_SHIFT
 from rlmismatch.engines.megatron_model import set_inv_freq
 from rlmismatch.engines.protocol import SideConfig
 from rlmismatch.errors import UsageError
@@ -224,5 +226,46 @@ PLANTS: Mapping[str, TrainerPlant] = {
         refuse=lambda config, model: "one rank has nothing to sum" if config.tp == 1 else None,
         says={("gemm.forward_reduce", "acc_dtype"): "bfloat16"},
         specs=("local",),
+    ),
+    "pad_rows_included": TrainerPlant(
+        what="the padded rows are counted in the denominator; the engine leaves the policy out",
+        refuse=lambda config, model: (
+            "the vocabulary has no padded row"
+            if model.padded_vocab_size(config.tp) == model.vocab_size
+            else "the policy counts them anyway"
+            if config.vocab_padding_policy == "include"
+            else None
+        ),
+    ),
+    "shard_gap": TrainerPlant(what="a row of the head belongs to no rank", apply=lambda site: faults.shard_gap(site.gpt, site.shard)),
+    "shard_overlap": TrainerPlant(
+        what="a row of the head belongs to two ranks", apply=lambda site: faults.shard_overlap(site.gpt, site.shard)
+    ),
+    "head_fp32_one_sided": TrainerPlant(
+        what="the head multiplies and writes in float32",
+        refuse=lambda config, model: "the model is float32" if config.dtype == "float32" else None,
+    ),
+    "soft_cap_missing": TrainerPlant(what="the logits are not capped; the engine leaves the setting out"),
+    "cap_after_scale": TrainerPlant(what="the logits are scaled before they are capped"),
+    "shift_by_one": TrainerPlant(
+        what="every row of logits scores the token before",
+        apply=lambda site: faults.shift_by_one(site.gpt, site.shard),
+        says=SAYS_SHIFT,
+    ),
+    "double_owner": TrainerPlant(what="two ranks supply the target's logit", apply=lambda site: faults.double_owner(site.gpt, site.shard)),
+    "oov_target": TrainerPlant(what="a target counts as outside the vocabulary and is reported as 0; the worker puts it in", says=SAYS_OOV),
+    "eos_logprob_zero": TrainerPlant(what="the last token's log-prob is reported as 0; the worker puts it in", says=SAYS_EOS),
+    "head_row_off_by_one": TrainerPlant(
+        what="the head reads the hidden state of the row before",
+        apply=lambda site: faults.head_row_off_by_one(site.gpt, site.shard),
+    ),
+    "zero_grad_non_owner": TrainerPlant(
+        what="ranks that do not own the target get no gradient",
+        apply=lambda site: faults.zero_grad_non_owner(site.gpt, site.shard),
+        refuse=lambda config, model: "one rank owns every target" if config.tp == 1 else None,
+    ),
+    "entropy_before_temperature": TrainerPlant(
+        what="the entropy is taken of the logits before temperature; the measurement leaves it out",
+        refuse=lambda config, model: "the temperature is 1" if config.temperature == 1.0 else None,
     ),
 }

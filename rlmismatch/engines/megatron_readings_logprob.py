@@ -42,13 +42,13 @@ def logprob_family(engine: MegatronEngine) -> dict[str, Fields]:
     return {
         "logprob.provenance": _logprob_provenance(engine, chain),
         "logprob.vocab_padding": _vocab_padding(engine, loss.padding),
-        "logprob.vocab_shards": _vocab_shards(engine),
+        "logprob.vocab_shards": _vocab_shards(engine, loss.columns),
         "logprob.reduce": _logprob_reduce(engine, loss.offset),
         "logprob.merge_order": _merge_order(engine),
         "logprob.precision": _logprob_precision(engine),
         "logprob.transform_chain": chain_fields(chain),
         "logprob.selected_gather": {
-            "single_owner": _by_way(engine, True, "tensor_parallel/cross_entropy.py: other ranks add 0"),
+            "single_owner": loss.single_owner,
             "shift_convention": read("logits[t] score token t+1", "labels handed to GPTModel.forward"),
             "ignore_index": by_table("none", "tensor_parallel/cross_entropy.py"),
             "active_mask": read("response tokens", "slice of the loss that is kept"),
@@ -111,11 +111,11 @@ def _vocab_padding(engine: MegatronEngine, padding: Reading) -> Fields:
     }
 
 
-def _vocab_shards(engine: MegatronEngine) -> Fields:
+def _vocab_shards(engine: MegatronEngine, columns: Reading) -> Fields:
     embedding = engine.gpt.embedding.word_embeddings
     width = embedding.vocab_end_index - embedding.vocab_start_index
     return {
-        "global_vocab": _real_vocabulary(engine),
+        "global_vocab": columns,
         "boundaries": read(
             [[r * width, (r + 1) * width] for r in range(engine.tp.size)], "word_embeddings.vocab_start_index, vocab_end_index"
         ),
@@ -165,7 +165,7 @@ def _logprob_precision(engine: MegatronEngine) -> Fields:
 def _head_gemm(engine: MegatronEngine) -> Fields:
     rows = engine.ops.shape.head.rows
     return {
-        "logical_rows": read("one row per scored token", "labels handed to GPTModel.forward"),
+        "logical_rows": megatron_trials.head_rows(engine),
         "physical_rows": read(
             rows or "every token of the sequence", "settings of the head that is in force" if rows else "GPTModel.forward"
         ),

@@ -10,6 +10,8 @@ import torch
 
 from rlmismatch.contract import Reading, read, unknown
 from rlmismatch.engines import logprob_knobs
+from rlmismatch.engines.logprob_knobs import rows_made_of, trial_targets
+from rlmismatch.engines.logprob_plants import owner_twice
 from rlmismatch.pins.hooks import OpSwitch, Recorder, installed
 from rlmismatch.transforms import Chain, candidates
 
@@ -29,13 +31,15 @@ class LossBehaviour:
     padding: Reading  # include | mask
     chain: Reading
     offset: Reading
+    single_owner: Reading
+    columns: Reading  # of the real vocabulary that the denominator counts
 
 
 def loss(engine: MegatronEngine) -> LossBehaviour:
     """Score synthetic logits by the live loss and name the one candidate (padding policy x transforms) that gives its values.
 
-    Rows have different scales and padded columns are large, so that no two candidates differ by a mere constant. The targets are
-    each row's likeliest token, which no transform cuts off. Collective.
+    Rows have different scales and padded columns are large, so that no two candidates differ by a mere constant. The targets
+    are likely tokens, which no transform cuts off. Collective.
     """
     shard = engine.shard
     source = "trial: synthetic logits through compute_language_model_loss"
@@ -43,31 +47,51 @@ def loss(engine: MegatronEngine) -> LossBehaviour:
     logits_TV = torch.randn(_ROWS, shard.padded_vocab_size, generator=generator) * torch.linspace(0.5, 3.0, _ROWS)[:, None]
     logits_TV[:, shard.vocab_size :] = 5.0
     logits_TV = logits_TV.to(getattr(torch, engine.config.dtype))
-    targets_T = logits_TV[:, : shard.vocab_size].argmax(dim=1)
+    targets_T = trial_targets(logits_TV[:, : shard.vocab_size], engine.native_settings.chain)
     live_T = _live_logprob(engine, logits_TV, targets_T)
 
     # Where nothing is padded the two policies are one, and both sides call it "mask".
     columns = (
         {"mask": shard.vocab_size} if shard.padded_vocab_size == shard.vocab_size else _both(shard.vocab_size, shard.padded_vocab_size)
     )
-    tried: list[tuple[float, float, str, Chain]] = []
+    tried: list[tuple[float, float, bool, str, Chain]] = []
     for chain in candidates(logprob_knobs.chain_of(engine.config), engine.native_settings.chain, Chain()):
         for padding, width in columns.items():
-            exact_TV = chain.apply(logits_TV[:, :width].double()).log_softmax(-1)
-            difference_T = live_T - exact_TV.gather(1, targets_T[:, None])[:, 0]
-            tried.append((float(difference_T.max() - difference_T.min()), -float(difference_T.mean()), padding, chain))
+            x_TV = chain.apply(logits_TV[:, :width].double())
+            exact_T = x_TV.log_softmax(-1).gather(1, targets_T[:, None])[:, 0]
+            for single in (True, False):
+                difference_T = live_T - (exact_T if single else exact_T + owner_twice(x_TV, targets_T))
+                tried.append((float(difference_T.max() - difference_T.min()), -float(difference_T.mean()), single, padding, chain))
     # Of chains that are one function the first stands, which is the one asked for.
-    spread, offset, padding, chain = next(t for t in tried if not t[0] > min(x[0] for x in tried) + _SAME_NATS)
+    spread, offset, single, padding, chain = next(t for t in tried if not t[0] > min(x[0] for x in tried) + _SAME_NATS)
     way = engine.native_settings.way
     tolerance = _TOLERANCE_NATS if (way.accum, way.downcast) == ("fp32", "final_write") else _COARSE_NATS
+    counted = _counted_columns(engine, offset if spread <= tolerance else 0.0)
     if spread <= tolerance:
         return LossBehaviour(
             padding=read(padding, source),
             chain=read(chain.texts, source),
             offset=read(offset if abs(offset) > tolerance else 0.0, source),
+            single_owner=read(single, source),
+            columns=counted,
         )
-    nothing = unknown(f"{source}: the values match no known combination of padding policy and transforms")
-    return LossBehaviour(padding=nothing, chain=nothing, offset=nothing)
+    nothing = unknown(f"{source}: the values match no known combination of padding policy, transforms and owners")
+    return LossBehaviour(padding=nothing, chain=nothing, offset=nothing, single_owner=nothing, columns=counted)
+
+
+def _counted_columns(engine: MegatronEngine, offset: float) -> Reading:
+    """How many columns of the real vocabulary the live denominator counts, from equal logits in all of them. Collective.
+
+    Each counts as one unless a rank lacks a row of the head or two ranks have it. offset: what the log-sum-exp is too large by anyway.
+    """
+    shard = engine.shard
+    logits_TV = torch.zeros(_ROWS, shard.padded_vocab_size, dtype=getattr(torch, engine.config.dtype))
+    logits_TV[:, shard.vocab_size :] = -1e4
+    if engine.native_settings.chain.value("soft_cap"):
+        return read(shard.vocab_size, "config.json: a cap makes padded columns look like others, so they were not counted")
+    targets_T = torch.arange(1, _ROWS + 1) % shard.vocab_size
+    live_T = _live_logprob(engine, logits_TV, targets_T)
+    return read(round(float(torch.exp(-live_T.mean() - offset))), "trial: equal logits through compute_language_model_loss")
 
 
 def _live_logprob(engine: MegatronEngine, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
@@ -75,10 +99,13 @@ def _live_logprob(engine: MegatronEngine, logits_TV: torch.Tensor, targets_T: to
     shard = engine.shard
     own_TV = logits_TV[:, shard.start : shard.start + shard.width].to(engine.device)
     with torch.no_grad(), native_arithmetic(engine):
-        # A loss that starts from hidden rows gets rows of the unit matrix, and the logits as the head.
-        engine.ops.give_head_input(torch.eye(len(own_TV), dtype=own_TV.dtype, device=engine.device), own_TV.T.contiguous())
-        out = engine.gpt.compute_language_model_loss(targets_T[None].to(engine.device), own_TV[:, None].contiguous())
-    logprob_T: torch.Tensor = -out[0].cpu().double()
+        out = []
+        for t in range(len(own_TV)):  # one row a call, as decode has it: what mixes rows is another trial's
+            # A loss that starts from hidden rows gets a row of the unit matrix, and the logits as the head.
+            engine.ops.give_head_input(torch.eye(1, dtype=own_TV.dtype, device=engine.device), own_TV[t : t + 1].T.contiguous())
+            labels_11 = targets_T[None, t : t + 1].to(engine.device)
+            out.append(engine.gpt.compute_language_model_loss(labels_11, own_TV[t : t + 1, None].contiguous())[0])
+    logprob_T: torch.Tensor = -torch.cat(out).cpu().double()
     return logprob_T
 
 
@@ -97,6 +124,20 @@ def head_dtype(engine: MegatronEngine) -> Reading:
     with native_arithmetic(engine):
         logits = engine.forward([0, 0], labels=None)
     return read(str(logits.dtype).removeprefix("torch."), "trial: dtype of GPTModel's logits")
+
+
+def head_rows(engine: MegatronEngine) -> Reading:
+    """Which hidden row each row of logits is made of, from unequal rows through the live head. Collective."""
+    source = "trial: four unequal rows through output_layer"
+    head = engine.gpt.shared_embedding_or_output_weight() if engine.live_tied else engine.gpt.output_layer.weight
+    weight_VH = head.detach()[: engine.shard.real_width]
+    x_TBH = torch.randn(4, 1, weight_VH.shape[1], generator=torch.Generator().manual_seed(0)).to(weight_VH)
+    with torch.no_grad(), native_arithmetic(engine):
+        logits_TV = engine.gpt.output_layer._forward_impl(
+            input=x_TBH, weight=head.detach(), bias=None, gradient_accumulation_fusion=False, allreduce_dgrad=False,
+            sequence_parallel=False, tp_group=engine.tp.group, grad_output_buffer=None,
+        )[:, 0, : weight_VH.shape[0]]  # fmt: skip
+    return rows_made_of(logits_TV, x_TBH[:, 0], weight_VH, source)
 
 
 def attention_backend(engine: MegatronEngine) -> Reading:

@@ -13,6 +13,8 @@ import torch
 
 from rlmismatch.checkpoint import ModelConfig
 from rlmismatch.contract import Reading, documented
+from rlmismatch.engines import vllm_plants_logprob as faults
+from rlmismatch.engines.logprob_plants import SAYS_EOS, SAYS_OOV, SAYS_SHIFT
 from rlmismatch.engines.protocol import SideConfig
 from rlmismatch.errors import UsageError
 from rlmismatch.pins.hooks import Patch
@@ -202,4 +204,19 @@ PLANTS: Final[Mapping[str, RolloutPlant]] = {
         refuse=lambda config, model: "one rank has nothing to sum" if config.tp == 1 else None,
         says={("gemm.forward_reduce", "acc_dtype"): "bfloat16"},
     ),
+    "pad_rows_included": RolloutPlant(what="the padded rows are counted in the denominator", apply=faults.pad_rows_included),
+    "shard_gap": RolloutPlant(what="a row of the head belongs to no rank", apply=faults.shard_gap),
+    "shard_overlap": RolloutPlant(what="a row of the head belongs to two ranks", apply=faults.shard_overlap),
+    "head_fp32_one_sided": RolloutPlant(
+        what="the head multiplies and writes in float32",
+        refuse=lambda config, model: "the model is float32" if config.dtype == "float32" else None,
+    ),
+    "soft_cap_missing": RolloutPlant(what="the logits are not capped; the engine leaves the setting out"),
+    "cap_after_scale": RolloutPlant(what="the logits are scaled before they are capped"),
+    "top_p_renormalised": RolloutPlant(what="the distribution is cut to a nucleus of 0.8 and renormalised"),
+    "shift_by_one": RolloutPlant(what="every token is scored with the row before", apply=faults.shift_by_one, says=SAYS_SHIFT),
+    "double_owner": RolloutPlant(what="two ranks supply the target's logit", apply=faults.double_owner),
+    "oov_target": RolloutPlant(what="a target counts as outside the vocabulary and is reported as 0; the worker puts it in", says=SAYS_OOV),
+    "eos_logprob_zero": RolloutPlant(what="the last token's log-prob is reported as 0; the worker puts it in", says=SAYS_EOS),
+    "head_row_off_by_one": RolloutPlant(what="the head reads the hidden state of the row before", apply=faults.head_row_off_by_one),
 }

@@ -25,8 +25,8 @@ def logprob_readings(site: Site) -> dict[str, Fields]:
     logits = vllm_trials.logits(site.live, dtype)
     return {
         "logprob.provenance": _logprob_provenance(site, score.chain),
-        "logprob.vocab_padding": _vocab_padding(site, logits),
-        "logprob.vocab_shards": _vocab_shards(site),
+        "logprob.vocab_padding": _vocab_padding(site, logits, score.padding),
+        "logprob.vocab_shards": _vocab_shards(site, score.columns),
         "logprob.reduce": _logprob_reduce(site, score.offset, way),
         "logprob.merge_order": {
             "merge_order": _merge_order(site, way),
@@ -48,13 +48,13 @@ def logprob_readings(site: Site) -> dict[str, Fields]:
         },
         "logprob.transform_chain": chain_fields(score.chain, read([], "SamplingParams of every scored request")),
         "logprob.selected_gather": {
-            "single_owner": _by_way(site, way, True, "v1/sample/sampler.py: one gather from the whole row"),
+            "single_owner": score.single_owner,
             "shift_convention": site.documented("logits[t] score token t+1", "v1/worker/gpu_model_runner.py: tgt_token_ids"),
             "ignore_index": site.documented("none", "v1/worker/gpu_model_runner.py"),
             "active_mask": read("response tokens", "slice of the log-probs that is kept"),
         },
         "logprob.head_gemm": {
-            "logical_rows": read("one row per scored token", "prompt log-probs and sampled tokens"),
+            "logical_rows": vllm_trials.head_rows(site.live, dtype),
             "physical_rows": read("prefill: all but the last token; decode: one per sequence", "rows handed to compute_logits"),
             "kernel": read(gemm_library(site, site.live.model.lm_head), "lm_head.quant_method, cpu_linear"),
             "tile_split_k": unknown("the library chooses, and does not report it"),
@@ -87,7 +87,7 @@ def _logprob_provenance(site: Site, chain: Reading) -> Fields:
     }
 
 
-def _vocab_padding(site: Site, logits: torch.Tensor) -> Fields:
+def _vocab_padding(site: Site, logits: torch.Tensor, padding: Reading) -> Fields:
     head = site.live.model.lm_head
     real, padded = site.model.vocab_size, int(head.num_embeddings_padded)
     shard = head.shard_indices
@@ -96,7 +96,7 @@ def _vocab_padding(site: Site, logits: torch.Tensor) -> Fields:
         float(x) for x in site.live.tp.gathered(pad.abs().max().float().reshape(1) if pad.numel() else logits.new_zeros(1).float())
     )
     return {
-        "vocab_padding_policy": read("mask" if logits.shape[-1] == real else "include", "trial: columns of compute_logits"),
+        "vocab_padding_policy": padding if logits.shape[-1] == real else read("include", "trial: columns of compute_logits"),
         "padded_vocab_size": read(padded, "lm_head.num_embeddings_padded"),
         "org_vocab_size": read(int(head.org_vocab_size), "lm_head.org_vocab_size"),
         "num_pad_rows": read(padded - real, "lm_head.num_embeddings_padded - config.json vocab_size"),
@@ -108,11 +108,11 @@ def _vocab_padding(site: Site, logits: torch.Tensor) -> Fields:
     }
 
 
-def _vocab_shards(site: Site) -> Fields:
+def _vocab_shards(site: Site, columns: Reading) -> Fields:
     width = site.live.head_shard_width
     bounds = [[rank * width, (rank + 1) * width] for rank in range(site.tp.world_size)]
     return {
-        "global_vocab": read(int(site.live.model.lm_head.org_vocab_size), "lm_head.org_vocab_size"),
+        "global_vocab": columns,
         "boundaries": read(bounds, "lm_head.num_embeddings_per_partition"),
     }
 

@@ -32,8 +32,9 @@ def in_force(live: LiveModel, config: SideConfig) -> Iterator[None]:
     if own.steps:
         processor.soft_cap = own.value("soft_cap") or None
         processor.scale = own.value("logit_scale")
-    if knobs.head_dtype is not None:
-        processor.head_dtype = knobs.head_dtype
+    head_dtype = torch.float32 if "head_fp32_one_sided" in config.plants else knobs.head_dtype
+    if head_dtype is not None:
+        processor.head_dtype = head_dtype
     patches = []
     if hooked.steps:
         patches.append(Patch(target=live.sampler, name="compute_logprobs", make=_transformed(hooked), pins=(), label="transforms"))

@@ -8,7 +8,8 @@ from typing import Any, Final
 import torch
 
 from rlmismatch.contract import Reading, read, unknown
-from rlmismatch.engines.logprob_knobs import planted_chain
+from rlmismatch.engines.logprob_knobs import planted_chain, rows_made_of, trial_targets
+from rlmismatch.engines.logprob_plants import owner_twice
 from rlmismatch.engines.protocol import SideConfig
 from rlmismatch.pins.vllm_live import LiveModel
 from rlmismatch.pins.vllm_logprob import engine_steps
@@ -27,36 +28,74 @@ class ScoreBehaviour:
 
     chain: Reading
     offset: Reading
+    padding: Reading  # include | mask, of what the log-softmax itself adds
+    single_owner: Reading
+    columns: Reading  # of the real vocabulary that the denominator counts
 
 
 def score(live: LiveModel, dtype: torch.dtype, config: SideConfig) -> ScoreBehaviour:
     """Put synthetic logits through the live log-softmax and name the one list of transforms that gives its values.
 
-    Rows have different scales, so that no two lists differ by a mere constant; the targets are each row's likeliest token, which no
-    transform cuts off. What the logits processor does before is read from its attributes.
+    Rows have different scales, so that no two lists differ by a mere constant; the targets are likely tokens, which no transform cuts
+    off. What the logits processor does before is read from its attributes.
     """
     source = "trial: synthetic logits through sampler.compute_logprobs"
     generator = torch.Generator().manual_seed(0)
     logits_TV = (torch.randn(_ROWS, live.vocab_size, generator=generator) * torch.linspace(0.5, 3.0, _ROWS)[:, None]).to(dtype)
-    targets_T1 = logits_TV.argmax(dim=1, keepdim=True)
-    live_TV = live.sampler.compute_logprobs(logits_TV.to(live.inv_freq.device)).cpu().double()
     processor = live.model.logits_processor
     own = Chain.of({"soft_cap": float(processor.soft_cap or 0.0), "logit_scale": float(processor.scale)})
     asked, planted = (engine_steps(c)[1] for c in (live.chain, planted_chain(live.chain, config.plants)))
-    tried: list[tuple[float, float, Chain]] = []
+    targets_T = trial_targets(logits_TV, planted)
+    live_T = _live_logprob(live, logits_TV, targets_T)
+    pads = int(live.model.lm_head.num_embeddings_padded) - live.vocab_size
+    widths = {"mask": 0, "include": pads} if pads else {"mask": 0}
+    tried: list[tuple[float, float, bool, str, Chain]] = []
     for chain in candidates(asked, planted, Chain()):
-        exact_TV = chain.apply(logits_TV.double()).log_softmax(-1)
-        difference_T = (live_TV - exact_TV).gather(1, targets_T1)[:, 0]
-        tried.append((float(difference_T.max() - difference_T.min()), -float(difference_T.mean()), chain))
+        for padding, width in widths.items():
+            x_TV = chain.apply(torch.nn.functional.pad(logits_TV.double(), (0, width)))
+            exact_T = x_TV.log_softmax(-1).gather(1, targets_T[:, None])[:, 0]
+            for single in (True, False):
+                difference_T = live_T - (exact_T if single else exact_T + owner_twice(x_TV, targets_T))
+                tried.append((float(difference_T.max() - difference_T.min()), -float(difference_T.mean()), single, padding, chain))
     # Of lists that are one function the first stands, which is the one asked for.
-    spread, offset, chain = next(t for t in tried if not t[0] > min(x[0] for x in tried) + _SAME_NATS)
+    spread, offset, single, padding, chain = next(t for t in tried if not t[0] > min(x[0] for x in tried) + _SAME_NATS)
+    too_large = offset if spread <= _TOLERANCE_NATS else 0.0
+    counted = _live_logprob(live, torch.zeros_like(logits_TV), torch.arange(1, _ROWS + 1) % live.vocab_size)
+    columns = read(
+        round(float(torch.exp(-counted.mean() - too_large))) - widths[padding], "trial: equal logits through sampler.compute_logprobs"
+    )
+    if not planted.elementwise or not chain.elementwise:
+        columns = read(live.vocab_size, "config.json: a truncated distribution has no equal columns to count")
     if spread <= _TOLERANCE_NATS:
         before = f"logits_processor.soft_cap, scale; {source}" if own.steps else source
         return ScoreBehaviour(
-            chain=read(own.texts + chain.texts, before), offset=read(offset if abs(offset) > _TOLERANCE_NATS else 0.0, source)
+            chain=read(own.texts + chain.texts, before),
+            offset=read(offset if abs(offset) > _TOLERANCE_NATS else 0.0, source),
+            padding=read(padding, source),
+            single_owner=read(single, source),
+            columns=columns,
         )
     nothing = unknown(f"{source}: the values match no known transform")
-    return ScoreBehaviour(chain=nothing, offset=nothing)
+    return ScoreBehaviour(chain=nothing, offset=nothing, padding=nothing, single_owner=nothing, columns=columns)
+
+
+def _live_logprob(live: LiveModel, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
+    """float64 [T] on the CPU: what the live log-softmax and its gather make of given logits, row by row as decode does it."""
+    device = live.inv_freq.device
+    logp_TV = live.sampler.compute_logprobs(logits_TV.to(device))
+    rows = [
+        live.sampler.gather_logprobs(logp_TV[t : t + 1], 0, targets_T[t : t + 1].to(device)).logprobs[:, 0] for t in range(len(targets_T))
+    ]
+    return torch.cat(rows).cpu().double()
+
+
+def head_rows(live: LiveModel, dtype: torch.dtype) -> Reading:
+    """Which hidden row each row of logits is made of, from unequal rows through the live head. Collective."""
+    weight_VH = torch.cat(live.tp.gathered(live.weight(live.model.lm_head)))[: live.vocab_size]
+    x_TH = torch.randn(4, weight_VH.shape[1], generator=torch.Generator().manual_seed(0)).to(weight_VH)
+    with torch.inference_mode():
+        logits_TV = live.model.logits_processor._get_logits(x_TH, live.model.lm_head, None)
+    return rows_made_of(logits_TV, x_TH, weight_VH, "trial: four unequal rows through the head")
 
 
 def logits(live: LiveModel, dtype: torch.dtype) -> torch.Tensor:

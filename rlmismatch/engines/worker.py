@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlmismatch import capture, tokens
 from rlmismatch.contract import read, readings_to_json
+from rlmismatch.engines.logprob_plants import reported
 from rlmismatch.engines.protocol import Arm, Engine, SideConfig
 from rlmismatch.errors import EngineError, RlmismatchError, UsageError
 from rlmismatch.tokens import Prompt, Sequence
@@ -308,6 +309,7 @@ class _Session:
             # The boundary probe keeps one sequence's outputs; the other sequences would only cost time.
             sequences = self.sequences[:1] if arm.probe == "boundary" else self.sequences
             result = self.engine.run(arm, sequences)
+            result.scores = {path: reported(scores, sequences, self.worker.config.plants) for path, scores in result.scores.items()}
             if self._writes:
                 capture.write_arm(Path(self.worker.run), self.worker.config.side, result, sequences)
             yield {"progress": {"arm": arm.id, "seconds": result.seconds}}

@@ -102,8 +102,6 @@ def test_built_as_promised() -> None:
         "attention.merge_order",
         "attention.backend_reuse",
         "attention.backward",
-        "logprob.merge_order",
-        "logprob.backward",
     }
 
 

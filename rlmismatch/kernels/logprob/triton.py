@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rlmismatch.kernels.common.triton import INTERPRETED, exp, log, widen
+from rlmismatch.kernels.common.triton import INTERPRETED, exp, exp_below, log, widen
 from rlmismatch.kernels.logprob.partials import WIDTH, tile_count
 
 # Rows and tiles (tiles kernel), rows (fold), rows and columns (subtraction) of one program. Constants: see the kernels.
@@ -30,6 +30,7 @@ def tiles(logits_TV: torch.Tensor, *, columns: int, temperature: float) -> tuple
             columns,
             *logits.stride(),
             temperature,
+            SCALED=temperature != 1.0,
             WIDTH=WIDTH,
             BLOCK_T=_TILE_ROWS,
             BLOCK_J=_TILES,
@@ -109,6 +110,7 @@ def _tiles_kernel(
     stride_t,
     stride_v,
     temperature,
+    SCALED: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_J: tl.constexpr,
@@ -121,11 +123,12 @@ def _tiles_kernel(
     mask = (t < rows)[:, None] & (v < columns)
     t64 = t.to(tl.int64)
     x = tl.load(logits_ptr + t64[:, None] * stride_t + v.to(tl.int64) * stride_v, mask=mask, other=-float("inf")).to(tl.float32)
-    x = tl.div_rn(x, tl.zeros_like(x) + temperature)
+    if SCALED:  # a division by 1 costs more than all the rest, and changes nothing
+        x = tl.div_rn(x, tl.zeros_like(x) + temperature)
     largest = tl.max(x, axis=1)
     # A tile of -inf alone holds no probability: exp(-inf - 0), not exp(-inf + inf).
     shift = tl.where(largest == -float("inf"), 0.0, largest)
-    sumexp = tl.sum(exp(x - shift[:, None]), axis=1)
+    sumexp = tl.sum(exp_below(x - shift[:, None]), axis=1)
     live = (t < rows) & (j < count)
     tl.store(max_ptr + t64 * count + j, largest, mask=live)
     tl.store(sumexp_ptr + t64 * count + j, sumexp, mask=live)
