@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch.nn import functional
 
-from rlmismatch.kernels import attention, gemm, logprob, norm, reduce, rope, swiglu
+from rlmismatch.kernels import attention, gemm, logprob, logprob_backward, logprob_linear, norm, reduce, rope, swiglu
 
 BF16 = torch.bfloat16
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB = 32, 8, 128, 4096, 12288, 151936  # Qwen3-8B
@@ -223,6 +223,65 @@ def _logprob() -> Iterator[Case]:
         )
 
 
+def _pair(logits: torch.Tensor, targets: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:
+    """Log-prob and its dlogits, float32."""
+    part = logprob.partials(logits, targets, vocab_start=0, vocab_size=VOCAB, impl="triton")
+    normaliser = logprob_backward.normaliser([part], vocab_size=VOCAB, impl="triton")
+    return logprob_backward.dlogits(logits, targets, grads, normaliser=normaliser, vocab_start=0, vocab_size=VOCAB, impl="triton")
+
+
+def _cross_entropy_pair(logits: torch.Tensor, targets: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:
+    leaf = logits.requires_grad_()
+    (grad,) = torch.autograd.grad(functional.cross_entropy(leaf, targets, reduction="none"), leaf, grads.to(BF16))
+    return grad
+
+
+def _linear_pair(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, grads: torch.Tensor) -> logprob_linear.Gradients:
+    """Hidden rows to log-prob and back, a block of the logits alive."""
+    part = logprob_linear.partials(hidden, weight, targets, vocab_start=0, vocab_size=VOCAB, impl="triton")
+    normaliser = logprob_backward.normaliser([part], vocab_size=VOCAB, impl="triton")
+    return logprob_linear.backward(hidden, weight, targets, grads, normaliser=normaliser, vocab_start=0, vocab_size=VOCAB, impl="triton")
+
+
+def _linear_cross_entropy_pair(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, grads: torch.Tensor) -> object:
+    x, w = hidden.requires_grad_(), weight.requires_grad_()
+    return torch.autograd.grad(functional.cross_entropy(functional.linear(x, w), targets, reduction="none"), (x, w), grads.to(BF16))
+
+
+def _logprob_backward() -> Iterator[Case]:
+    rows, width = 2048, HIDDEN
+    targets, grads = torch.randint(0, VOCAB, (rows,), device="cuda"), torch.linspace(-1.5, 2.0, rows, device="cuda")
+    logits = _randn(rows, VOCAB)
+    yield Case(
+        kernel="logprob_backward.entropy",
+        shape=f"{rows} x {VOCAB}",
+        ours=partial(logprob_backward.entropy, logits, vocab_size=VOCAB, impl="triton"),
+        baseline="log_softmax, float32",
+        theirs=partial(functional.log_softmax, logits, dim=-1, dtype=torch.float32),
+        work=2.0 * rows * VOCAB,
+        unit="GB/s",
+    )
+    yield Case(
+        kernel="logprob forward + dlogits",
+        shape=f"{rows} x {VOCAB}",
+        ours=partial(_pair, logits, targets, grads),
+        baseline="F.cross_entropy",
+        theirs=partial(_cross_entropy_pair, logits.clone(), targets, grads),
+        work=8.0 * rows * VOCAB,  # read twice in bfloat16, written once in float32
+        unit="GB/s",
+    )
+    hidden, weight = _randn(rows, width), _randn(VOCAB, width)
+    yield Case(
+        kernel="logprob_linear forward + backward",
+        shape=f"{rows} x {width} x {VOCAB}",
+        ours=partial(_linear_pair, hidden, weight, targets, grads),
+        baseline="F.linear, F.cross_entropy",
+        theirs=partial(_linear_cross_entropy_pair, hidden.clone(), weight.clone(), targets, grads),
+        work=8.0 * rows * width * VOCAB,  # logits twice, dhidden, dweight
+        unit="TFLOP/s",
+    )
+
+
 SUITES: dict[str, Callable[[], Iterator[Case]]] = {
     "gemm": _gemm,
     "row_parallel": _row_parallel,
@@ -232,6 +291,7 @@ SUITES: dict[str, Callable[[], Iterator[Case]]] = {
     "swiglu": _swiglu,
     "attention": _attention,
     "logprob": _logprob,
+    "logprob_backward": _logprob_backward,
 }
 
 

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 from rlmismatch import capture, tokens
 from rlmismatch.contract import read, readings_to_json
-from rlmismatch.engines.logprob_plants import reported
 from rlmismatch.engines.protocol import Arm, Engine, SideConfig
 from rlmismatch.errors import EngineError, RlmismatchError, UsageError
 from rlmismatch.tokens import Prompt, Sequence
@@ -304,6 +303,8 @@ class _Session:
     def _run(self, request: Mapping[str, Any]) -> Any:
         if not self.sequences:
             raise UsageError("nothing-to-score", "no sequence was given to score")
+        from rlmismatch.engines.logprob_plants import reported  # imports torch, which must wait until the worker is set up
+
         for data in request["arms"]:
             arm = Arm.from_json(data)
             # The boundary probe keeps one sequence's outputs; the other sequences would only cost time.

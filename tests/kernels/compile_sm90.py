@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 from rlmismatch.kernels.attention import triton as attention
 from rlmismatch.kernels.gemm import triton as gemm
 from rlmismatch.kernels.logprob import triton as logprob
+from rlmismatch.kernels.logprob_backward import triton as logprob_backward
 from rlmismatch.kernels.norm import triton as norm
 from rlmismatch.kernels.reduce import triton as reduce
 from rlmismatch.kernels.rope import triton as rope
@@ -65,6 +66,9 @@ def main() -> None:
     normaliser = logprob.normaliser(*logprob.tiles(logits, columns=151936, temperature=0.7))
     logprob.gather(logits, rows, rows == 0, temperature=0.7)
     logprob.log_softmax(logits, *normaliser, columns=151936, temperature=0.7)
+    logprob.tiles(logits, columns=151936, temperature=1.0)
+    logprob_backward.dlogits(logits, rows, torch.zeros(2), *normaliser, columns=151936, temperature=0.7)
+    logprob_backward.fold_entropy(*logprob_backward.entropy_tiles(logits, columns=151936, temperature=0.7))
     for tokens in (1, 64, 512):
         q, k = torch.zeros(tokens, 16, 128, dtype=BF16), torch.zeros(tokens, 8, 128, dtype=BF16)
         attention.causal(q, k, k, [0, tokens], scale=0.1)

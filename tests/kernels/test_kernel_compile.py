@@ -23,6 +23,9 @@ _KERNELS = {
     "_gather_kernel",
     "_fold_kernel",
     "_log_softmax_kernel",
+    "_dlogits_kernel",
+    "_entropy_tiles_kernel",
+    "_fold_entropy_kernel",
     "_attention_kernel",
 }
 
