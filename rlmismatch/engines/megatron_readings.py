@@ -195,12 +195,10 @@ def _rope(engine: MegatronEngine) -> Fields:
 
 
 def _attention_layout(engine: MegatronEngine) -> Fields:
-    own = engine.gpt.decoder.layers[0].self_attention.num_attention_heads_per_partition
+    own = _query_heads(engine) // engine.tp.size
     return {
         **_heads(engine),
-        "tp_head_ownership": read(
-            [[rank * own, (rank + 1) * own] for rank in range(engine.tp.size)], "self_attention.num_attention_heads_per_partition"
-        ),
+        "tp_head_ownership": read([[rank * own, (rank + 1) * own] for rank in range(engine.tp.size)], f"{_HEADS_SOURCE}, over ranks"),
         "gqa_mapping": by_table("block", "transformer/dot_product_attention.py: repeat_interleave"),
         "qkv_layout": by_table("per kv group: q heads, k, v", "transformer/attention.py: get_query_key_value_tensors"),
         "segment_boundaries": read("per sequence", "batch of 1, packed_seq_params is None"),
@@ -280,12 +278,20 @@ def _scores_module(engine: MegatronEngine, core: Any) -> Any:
     return core if engine.config.trainer_spec == "local" else core.unfused_attention
 
 
+_HEADS_SOURCE: Final = "query heads per key/value head in self_attention, times config.num_query_groups"
+
+
+def _query_heads(engine: MegatronEngine) -> int:
+    """Of the whole model. Below one key/value head a rank, what the live attention calls a partition's are those of one key/value head."""
+    attention = engine.gpt.decoder.layers[0].self_attention
+    per_kv_head = attention.num_attention_heads_per_partition // attention.num_query_groups_per_partition
+    return int(per_kv_head * engine.gpt.config.num_query_groups)
+
+
 def _heads(engine: MegatronEngine) -> Fields:
     attention = engine.gpt.decoder.layers[0].self_attention
     return {
-        "num_query_heads": read(
-            attention.num_attention_heads_per_partition * engine.tp.size, "self_attention.num_attention_heads_per_partition, over ranks"
-        ),
+        "num_query_heads": read(_query_heads(engine), _HEADS_SOURCE),
         "num_kv_heads": read(int(engine.gpt.config.num_query_groups), "config.num_query_groups"),
         "head_dim": read(int(attention.hidden_size_per_attention_head), "self_attention.hidden_size_per_attention_head"),
     }
