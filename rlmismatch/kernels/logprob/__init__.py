@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rlmismatch.kernels.common.dispatch import Impl, implementation
-from rlmismatch.kernels.logprob.partials import WIDTH, Shard, VocabPartials, join, require_targets
+from rlmismatch.kernels.logprob.partials import WIDTH, Shard, VocabPartials, check_targets, join, require_targets
 
 __all__ = ["WIDTH", "Impl", "VocabPartials", "log_softmax", "merge", "partials", "selected"]
 
@@ -24,9 +24,17 @@ def selected(logits_TV: torch.Tensor, targets_T: torch.Tensor, *, vocab_size: in
     logits_TV: [T, V >= vocab_size] in bf16, fp16 or fp32. targets_T: [T] int32 or int64. Raises ContractError for a target
     outside ``[0, vocab_size)``. NaN logits give NaN.
     """
+    _check(logits_TV, temperature)
     _require_all_columns(logits_TV, vocab_size)
-    part = partials(logits_TV, targets_T, vocab_start=0, vocab_size=vocab_size, impl=impl, temperature=temperature)
-    return merge([part], vocab_size=vocab_size, impl=impl)
+    check_targets(targets_T, rows=logits_TV.shape[0])
+    module: Any = implementation("logprob", impl, logits_TV, targets_T)
+    normaliser = module.normaliser(*module.tiles(logits_TV, columns=vocab_size, temperature=temperature))
+    target_T = targets_T.long()
+    owns_T = (target_T >= 0) & (target_T < vocab_size)
+    logp_T: torch.Tensor = module.selected(module.gather(logits_TV, target_T, owns_T, temperature=temperature), *normaliser)
+    # Last: the check waits for the GPU, which has all the work by now. A target outside was gathered as NaN.
+    require_targets(targets_T, rows=logits_TV.shape[0], vocab_size=vocab_size)
+    return logp_T
 
 
 def partials(

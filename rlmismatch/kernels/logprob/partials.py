@@ -72,10 +72,15 @@ def tile_count(columns: int) -> int:
     return -(-columns // WIDTH)
 
 
-def require_targets(targets_T: torch.Tensor, *, rows: int, vocab_size: int) -> None:
-    """Raise ValueError for a wrong shape, ContractError for a target that is no token (a padding id, -100)."""
+def check_targets(targets_T: torch.Tensor, *, rows: int) -> None:
+    """Raise ValueError for a wrong shape or dtype."""
     if targets_T.shape != (rows,) or targets_T.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"targets must be {rows} int32 or int64, got {tuple(targets_T.shape)} {targets_T.dtype}")
+
+
+def require_targets(targets_T: torch.Tensor, *, rows: int, vocab_size: int) -> None:
+    """`check_targets`, and ContractError for a target that is no token (a padding id, -100)."""
+    check_targets(targets_T, rows=rows)
     outside = (targets_T < 0) | (targets_T >= vocab_size)
     if bool(outside.any()):
         row = int(outside.int().argmax())
