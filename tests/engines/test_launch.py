@@ -112,7 +112,7 @@ def test_a_refusal_left_in_the_store_comes_before_the_lost_peer(node: Node, pyth
     controller.start(launch(python, f"if rank == 0: requests.readline(); say({PEER_LOST})\n{IDLE}", tp=2))
     refusal = UsageError("plant-without-effect", "nothing to plant")
     controller.request("trainer", {"op": "load"})
-    node.store.set("trainer/error/1", json.dumps(refusal.to_json()))
+    node.store.set("trainer/1/error/1", json.dumps(refusal.to_json()))
     with pytest.raises(UsageError, match="nothing to plant"):
         controller.collect(["trainer"])
 
