@@ -52,9 +52,7 @@ class Scorer:
         self.reset_cache()
         return scores
 
-    def sample(
-        self, prompts: Seq[Prompt], *, max_new_tokens: int, chain: Chain, seed: int, stop_at_eos: bool
-    ) -> tuple[Sequence, ...]:
+    def sample(self, prompts: Seq[Prompt], *, max_new_tokens: int, chain: Chain, seed: int, stop_at_eos: bool) -> tuple[Sequence, ...]:
         """One response a prompt, all prompts together. The engine's log-probs while decoding are kept as recorded log-probs."""
         params = [
             self._params(

@@ -1,7 +1,7 @@
 """The pins of Megatron-core: each names one operation of a live GPTModel and the kernel that stands in for it.
 
 This is the local spec; megatron_te.py has what the TE spec builds otherwise. One class and one file, because all hooks read the state
-of the forward that is under way (and so a little over 300 lines).
+of the forward that is under way (and so a little over 400 lines).
 
 Shapes, per rank: S sequence (padded to a multiple of TP under sequence parallelism; s = S / TP), B = 1 batch, T the real tokens,
 H hidden, Hq / Hkv heads, D head dim, I ffn, V vocabulary. Megatron's layout is sequence first: ``hidden_sBH``, ``query_SBHqD``.
