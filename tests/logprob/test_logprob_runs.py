@@ -1,0 +1,81 @@
+"""``rlmismatch logprob`` on both real engines: what a clean run measures, and what knobs on one side come to."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from tests.cli_runs import MASK, QUICK, TINY, TP2, Done, run, side_by_side
+
+RUNS: Mapping[str, tuple[str, ...]] = {
+    "clean": (*MASK, "--reduce", "allgather_partials_fixed_merge"),
+    "padded": (),
+    "raw": (*MASK, "--temperature", "0.6", "--rollout.logprobs-mode", "raw_logprobs"),
+    "refused": (*MASK, "--trainer-impl", "mcore_te_fused", "--merge-order", "nccl_algo"),
+    "one sided": (*MASK, "--trainer.head-dtype", "fp32"),
+}
+pytestmark = pytest.mark.engines
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Future[Done]]]:
+    folder = tmp_path_factory.mktemp("logprob")
+    jobs = {
+        name: functools.partial(run, "logprob", "--ckpt", TINY, *TP2, *QUICK, *options, out=folder / name.replace(" ", "-"))
+        for name, options in RUNS.items()
+    }
+    with side_by_side(jobs) as started:
+        yield started
+
+
+def measure(done: Done, axis: str, words: str, side: str = "") -> dict[str, Any]:
+    (row,) = [m for m in done.report["measures"] if m["axis"] == axis and words in m["what"] and m["side"] == side]
+    return row
+
+
+def test_a_clean_run_measures_every_axis_within_its_limits(runs: Mapping[str, Future[Done]]) -> None:
+    done = runs["clean"].result().exits(0)
+    assert len(done.report["axes"]) == 11
+    rows = done.report["measures"]
+    names = "provenance vocab_padding vocab_shards reduce precision transform_chain selected_gather head_gemm fusion backward"
+    assert {m["axis"] for m in rows} == {f"logprob.{name}" for name in names.split()}
+    over = [m["what"] for m in rows if m["limit"] is not None and not abs(m["value"]) <= m["limit"]]
+    assert over == []
+    assert {k["status"] for k in done.report["knobs"]} == {"applied"}
+    mixed = measure(done, "logprob.precision", "trainer's head in fp32, the rollout's in bf16")["value"]
+    low = measure(done, "logprob.precision", "trainer's head in bf16, the rollout's in bf16")["value"]
+    assert mixed > 10 * low  # one side raised alone is worse than both low
+    fused = measure(done, "logprob.backward", "mcore_native_fused", "trainer")
+    assert "cast to bfloat16" in fused["note"]
+    assert fused["value"] > 100 * measure(done, "logprob.backward", "mcore_unfused", "trainer")["value"]
+
+
+def test_counted_padding_is_named_with_its_bias(runs: Mapping[str, Future[Done]]) -> None:
+    done = runs["padded"].result().exits(4)
+    assert done.reasons[0]["axis"] == "logprob.vocab_padding"
+    assert measure(done, "logprob.vocab_padding", "bias of counting", "trainer")["value"] < 0
+    assert measure(done, "logprob.vocab_padding", "closed form", "trainer")["value"] <= 1e-7
+
+
+def test_raw_log_probs_beside_a_temperature_are_explained(runs: Mapping[str, Future[Done]]) -> None:
+    done = runs["raw"].result().exits(4)
+    assert done.reasons[0]["axis"] == "logprob.transform_chain"
+    explained = measure(done, "logprob.transform_chain", "explained by", "rollout")
+    assert explained["what"].endswith(": raw")
+    assert explained["note"] == "rollout: raw; trainer: temperature(0.6)"
+
+
+def test_what_an_engine_cannot_take_is_no_pass(runs: Mapping[str, Future[Done]]) -> None:
+    done = runs["refused"].result().exits(5)
+    refused = {(k["knob"], k["side"]) for k in done.report["knobs"] if k["status"] == "unsupported"}
+    assert refused == {("logprob.trainer_impl", "trainer"), ("logprob.merge_order", "rollout")}
+
+
+def test_a_head_raised_on_one_side_is_not_comparable(runs: Mapping[str, Future[Done]]) -> None:
+    done = runs["one sided"].result().exits(4)
+    assert done.report["verdict"]["word"] == "NOT COMPARABLE"
+    assert done.reasons[0]["axis"] == "logprob.precision"
