@@ -65,8 +65,9 @@ class Done:
         return drift
 
     def exits(self, code: int) -> Done:
-        """This, after a check of the exit code that shows the output if it is another."""
-        assert self.code == code, f"exit code {self.code}, not {code}\n{self.stdout[-4000:]}\n{self.stderr[-4000:]}"
+        """This, after a check of the exit code that shows what was said if it is another."""
+        said = self.reasons if self.stdout.startswith('{\n  "schema_version"') else self.stdout
+        assert self.code == code, f"exit code {self.code}, not {code}: {said}\n{self.stderr}"
         return self
 
 

@@ -1,0 +1,130 @@
+"""The family commands on the real engines: every axis of the family has a row, and a knob does what it says on both sides."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from rlmismatch import axes
+from tests.cli_runs import MASK, QUICK, TINY, TP2, Done, run, selected, side_by_side
+
+pytestmark = pytest.mark.engines
+
+REDUCES = ("allreduce_partials", "allgather_partials_fixed_merge", "allgather_logits")
+BASE = ("--ckpt", TINY, *MASK, *QUICK)
+RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "gemm": ("gemm", (*BASE, *TP2)),
+    "gemm, knobs": ("gemm", (*BASE, *TP2, "--kernel", "triton", "--forward-reduce", "rank_order")),
+    "attention": ("attention", BASE),
+    "attention, knobs": ("attention", (*BASE, "--attention", "off", "--rope", "unfused_fp32")),
+    "one axis": ("probe", (*BASE, "--axis", "model.norm")),
+    **{f"logprob, {reduce}": ("logprob", (*BASE, *TP2, "--reduce", reduce)) for reduce in REDUCES},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Future[Done]]]:
+    """The selected runs, started; each is awaited by its own test."""
+    folder, chosen = tmp_path_factory.mktemp("families"), selected(request, "name")
+    cases = {
+        key: functools.partial(run, command, *options, out=folder / key.replace(", ", "-"))
+        for key, (command, options) in RUNS.items()
+        if key in chosen
+    }
+    with side_by_side(cases) as started:
+        yield started
+
+
+def rows(done: Done) -> dict[str, dict[str, Any]]:
+    return {row["axis"]: row for row in done.report["axes"]}
+
+
+def statuses(done: Done) -> dict[str, str]:
+    return {axis: row["status"] for axis, row in rows(done).items()}
+
+
+def knobs(done: Done) -> set[tuple[str, str, str, str]]:
+    return {(k["knob"], k["side"], k["actual"], k["status"]) for k in done.report["knobs"]}
+
+
+def on_both_sides(**values: str) -> set[tuple[str, str, str, str]]:
+    return {(name, side, value, "applied") for name, value in values.items() for side in ("trainer", "rollout")}
+
+
+def closed(done: Done) -> None:
+    """Clean, and every control among them that each pin in force ran: closure bit-equal, native bits back."""
+    done.exits(0)
+    assert [row["unequal"] for row in done.report["closure"]] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["gemm"])
+def test_gemm(name: str, runs: Mapping[str, Future[Done]]) -> None:
+    done = runs[name].result()
+    closed(done)
+    assert list(rows(done)) == [axis.id for axis in axes.family("gemm")]
+    assert statuses(done)["gemm.runtime_flags"] == "contract only"
+    not_built = {axis.id for axis in axes.family("gemm") if axis.built == "not_built"}
+    assert {axis for axis, status in statuses(done).items() if status == "not built"} == not_built
+    for axis in ("gemm.kernel", "gemm.forward_reduce"):
+        row = rows(done)[axis]
+        assert (row["status"], row["ratio"]) == ("measured", "trainer/prefill")
+        assert row["alone"] > 0
+        assert row["last"] >= 0
+    assert rows(done)["gemm.kernel"]["local"] > 0
+    assert done.report["knobs"] == []
+
+
+@pytest.mark.parametrize("name", ["gemm, knobs"])
+def test_gemm_knobs_hold_their_pins_in_every_arm(name: str, runs: Mapping[str, Future[Done]]) -> None:
+    done = runs[name].result()
+    closed(done)
+    assert knobs(done) == on_both_sides(**{"gemm.kernel": "triton", "gemm.forward_reduce": "rank_order"})
+    assert (statuses(done)["gemm.kernel"], statuses(done)["gemm.forward_reduce"]) == ("pinned", "pinned")
+
+
+@pytest.mark.parametrize("name", ["attention"])
+def test_attention(name: str, runs: Mapping[str, Future[Done]]) -> None:
+    done = runs[name].result()
+    closed(done)
+    assert list(rows(done)) == [axis.id for axis in axes.family("attention")]
+    materialization = rows(done)["attention.materialization"]
+    assert (materialization["status"], materialization["ratio"]) == ("measured", "prefill/decode")
+    assert materialization["alone"] is not None
+    for axis in ("attention.rope", "attention.precision"):
+        row = rows(done)[axis]
+        assert (row["status"], row["ratio"]) == ("measured", "trainer/prefill")
+        assert min(row["local"], row["alone"], row["last"]) > 0
+
+
+@pytest.mark.parametrize("name", ["attention, knobs"])
+def test_attention_off_is_our_kernel_in_both_engines(name: str, runs: Mapping[str, Future[Done]]) -> None:
+    done = runs[name].result()
+    closed(done)
+    assert knobs(done) == on_both_sides(**{"attention": "off", "attention.rope": "unfused_fp32"})
+    assert statuses(done)["attention.precision"] == statuses(done)["attention.rope"] == "pinned"
+    assert done.ratio("trainer/prefill")["mean_abs"] > 0  # the other operations are native
+    assert done.ratio("prefill/decode")["mean_abs"] == 0
+
+
+@pytest.mark.parametrize("name", [key for key in RUNS if key.startswith("logprob")])
+def test_each_way_to_reduce_is_what_both_engines_do(name: str, runs: Mapping[str, Future[Done]]) -> None:
+    done = runs[name].result()
+    closed(done)
+    assert list(rows(done)) == [axis.id for axis in axes.family("logprob")]
+    assert knobs(done) == on_both_sides(**{"logprob.reduce": name.removeprefix("logprob, ")})
+    assert statuses(done)["logprob.reduce"] in ("measured", "pinned")
+    assert rows(done)["logprob.reduce"]["contract"] == "equal"
+
+
+@pytest.mark.parametrize("name", ["one axis"])
+def test_one_axis_by_name(name: str, runs: Mapping[str, Future[Done]]) -> None:
+    done = runs[name].result()
+    closed(done)
+    assert list(rows(done)) == ["model.norm"]
+    row = rows(done)["model.norm"]
+    assert row["status"] == "measured"
+    assert min(row["local"], row["alone"], row["last"]) > 0
