@@ -1,14 +1,18 @@
 """Time every Triton kernel beside what it replaces, in one run on one GPU: ``python tools/bench_kernels.py [--json FILE] [--only NAME]``.
 
-Medians of repeated launches with a cold L2 (triton.testing.do_bench). The rate is the kernel's own: arithmetic that the operation
-needs, or bytes that it must move, over its time.
+Medians of repeated launches with a cold L2 (triton.testing.do_bench); for the GEMMs of CUDA-graph replays over several weights,
+and beside it "eager", the same by do_bench, where a short kernel waits for the host. The rate is the kernel's own: arithmetic
+that the operation needs, or bytes that it must move, over its time.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
+import itertools
 import json
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,6 +41,7 @@ class Case:
     theirs: Callable[[], object]
     work: float
     unit: Literal["TFLOP/s", "GB/s"]
+    graphed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,8 @@ class Timing:
     baseline_us: float
     rate: float
     unit: str
+    ours_eager_us: float | None
+    baseline_eager_us: float | None
 
     @property
     def speed(self) -> float:
@@ -79,34 +86,86 @@ def _eager_rope(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, inv_f
     return [x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin for x in (q, k)]
 
 
+def _rotating(op: Callable[[torch.Tensor, torch.Tensor], object], x: torch.Tensor, weights: list[torch.Tensor]) -> Callable[[], object]:
+    """`op` on the next weight at every call, so that none is in L2 when its turn comes."""
+    turn = itertools.cycle(weights)
+    return lambda: op(x, next(turn))
+
+
+def _weights(columns: int, width: int) -> list[torch.Tensor]:
+    return [_randn(columns, width) for _ in range(max(1, -(-300_000_000 // (2 * columns * width))))]
+
+
+def _gemm_baselines() -> list[tuple[str, Callable[[torch.Tensor, torch.Tensor], object]]]:
+    """cuBLAS, and the batch-invariant GEMM of each project that is installed; stderr says which are not."""
+    baselines: list[tuple[str, Callable[[torch.Tensor, torch.Tensor], object]]] = [("cuBLAS", functional.linear)]
+    for name, module in (("vLLM", "vllm.model_executor.layers.batch_invariant"), ("batch_invariant_ops", "batch_invariant_ops")):
+        try:
+            matmul = importlib.import_module(module).matmul_persistent
+        except ImportError as missing:
+            print(f"{name}'s batch-invariant GEMM is not timed: {missing}", file=sys.stderr)
+        else:
+            baselines.append((name, lambda x, w, matmul=matmul: matmul(x, w.T)))
+    return baselines
+
+
 def _gemm() -> Iterator[Case]:
-    for width, columns in ((HIDDEN, 6144), (HIDDEN, 2 * FFN), (FFN, HIDDEN)):
-        weight = _randn(columns, width)
+    baselines = _gemm_baselines()
+    for width, columns in ((HIDDEN, 6144), (HIDDEN, 2 * FFN), (FFN, HIDDEN), (HIDDEN, VOCAB)):
+        weights = _weights(columns, width)
         for rows in GEMM_ROWS:
             x = _randn(rows, width)
-            yield Case(
-                kernel="gemm.linear",
-                shape=f"{rows} x {width} x {columns}",
-                ours=partial(gemm.linear, x, weight, impl="triton"),
-                baseline="cuBLAS",
-                theirs=partial(functional.linear, x, weight),
-                work=2.0 * rows * width * columns,
-                unit="TFLOP/s",
-            )
+            for baseline, theirs in baselines:
+                yield Case(
+                    kernel="gemm.linear",
+                    shape=f"{rows} x {width} x {columns}",
+                    ours=_rotating(partial(gemm.linear, impl="triton"), x, weights),
+                    baseline=baseline,
+                    theirs=_rotating(theirs, x, weights),
+                    work=2.0 * rows * width * columns,
+                    unit="TFLOP/s",
+                    graphed=True,
+                )
 
 
 def _row_parallel() -> Iterator[Case]:
-    weight = _randn(HIDDEN, FFN)
-    for rows in GEMM_ROWS:
-        x = _randn(rows, FFN)
+    """The TP-invariant sum beside the plain one, which is cuBLAS and gemm.linear."""
+    for width in (HIDDEN, FFN):
+        weights = _weights(HIDDEN, width)
+        for rows in GEMM_ROWS:
+            x = _randn(rows, width)
+            for kernel, ours in (
+                ("gemm.row_partial + reduce.fold", _row_parallel_layer),
+                ("gemm.row_linear", partial(gemm.row_linear, impl="triton")),
+            ):
+                for baseline, theirs in (("cuBLAS", functional.linear), ("gemm.linear", partial(gemm.linear, impl="triton"))):
+                    yield Case(
+                        kernel=kernel,
+                        shape=f"{rows} x {width} x {HIDDEN}",
+                        ours=_rotating(ours, x, weights),
+                        baseline=baseline,
+                        theirs=_rotating(theirs, x, weights),
+                        work=2.0 * rows * width * HIDDEN,
+                        unit="TFLOP/s",
+                        graphed=True,
+                    )
+
+
+def _gradients() -> Iterator[Case]:
+    tokens, columns = 4096, 6144
+    x, dy, weight = _randn(tokens, HIDDEN), _randn(tokens, columns), _randn(columns, HIDDEN)
+    ours = (partial(gemm.grad_input, dy, weight, impl="triton"), partial(gemm.grad_weight, dy, x, impl="triton", out_dtype=BF16))
+    theirs = (partial(torch.mm, dy, weight), partial(torch.mm, dy.T, x))
+    for kernel, our, their in zip(("gemm.grad_input", "gemm.grad_weight"), ours, theirs, strict=True):
         yield Case(
-            kernel="gemm.row_partial + reduce.fold",
-            shape=f"{rows} x {FFN} x {HIDDEN}",
-            ours=partial(_row_parallel_layer, x, weight),
+            kernel=kernel,
+            shape=f"{tokens} x {HIDDEN} x {columns}",
+            ours=our,
             baseline="cuBLAS",
-            theirs=partial(functional.linear, x, weight),
-            work=2.0 * rows * FFN * HIDDEN,
+            theirs=their,
+            work=2.0 * tokens * HIDDEN * columns,
             unit="TFLOP/s",
+            graphed=True,
         )
 
 
@@ -285,6 +344,7 @@ def _logprob_backward() -> Iterator[Case]:
 SUITES: dict[str, Callable[[], Iterator[Case]]] = {
     "gemm": _gemm,
     "row_parallel": _row_parallel,
+    "gradients": _gradients,
     "reduce": _reduce,
     "norm": _norm,
     "rope": _rope,
@@ -297,23 +357,48 @@ SUITES: dict[str, Callable[[], Iterator[Case]]] = {
 
 def measure(case: Case) -> Timing:
     """Median microseconds of both, and the kernel's rate."""
-    from triton.testing import do_bench
-
-    ours_ms, baseline_ms = (do_bench(f, warmup=25, rep=200, quantiles=[0.5]) for f in (case.ours, case.theirs))
-    per_second = case.work / (ours_ms * 1e-3)
+    eager = [_eager_us(f) for f in (case.ours, case.theirs)]
+    device = [_graph_us(f, longest_us=t) for f, t in zip((case.ours, case.theirs), eager, strict=True)] if case.graphed else eager
     return Timing(
         kernel=case.kernel,
         shape=case.shape,
-        ours_us=ours_ms * 1e3,
+        ours_us=device[0],
         baseline=case.baseline,
-        baseline_us=baseline_ms * 1e3,
-        rate=per_second / (1e12 if case.unit == "TFLOP/s" else 1e9),
+        baseline_us=device[1],
+        rate=case.work / device[0] / (1e6 if case.unit == "TFLOP/s" else 1e3),
         unit=case.unit,
+        ours_eager_us=eager[0] if case.graphed else None,
+        baseline_eager_us=eager[1] if case.graphed else None,
     )
 
 
+def _eager_us(run: Callable[[], object]) -> float:
+    from triton.testing import do_bench
+
+    return float(do_bench(run, warmup=25, rep=200, quantiles=[0.5])) * 1e3
+
+
+def _graph_us(run: Callable[[], object], *, longest_us: float) -> float:
+    """Median over replays of one graph of as many calls as make about 5 ms."""
+    calls = max(2, min(100, int(5000 / longest_us)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+    times = []
+    for _ in range(8):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / calls)
+    return statistics.median(times[1:])
+
+
 def _line(t: Timing) -> str:
-    return f"{t.kernel:32}{t.shape:40}{t.ours_us:12.1f}{t.baseline_us:12.1f}  {t.baseline:22}{t.speed:8.2f}{t.rate:10.1f} {t.unit}"
+    line = f"{t.kernel:32}{t.shape:40}{t.ours_us:12.1f}{t.baseline_us:12.1f}  {t.baseline:22}{t.speed:8.2f}{t.rate:10.1f} {t.unit}"
+    return line if t.ours_eager_us is None else f"{line}  eager {t.ours_eager_us:.1f} and {t.baseline_eager_us:.1f}"
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """The kernels on real shapes (Qwen3-0.6B and Qwen3-8B): the same bits whatever the rows, tile, pages or shards, and accuracy.
 
 That a tile moves no bit is a fact about a card, not a theorem: tensor cores round inside a product as they like, only the same for every
-tile. These tests are the proof for the card they run on; kernels/gemm and kernels/attention choose tiles by the number of rows on
-the strength of it.
+tile. These tests are the proof for the card they run on; kernels/attention chooses tiles by the number of rows on the strength of it.
+The GEMM's are in test_gemm_gpu.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rlmismatch.kernels import attention, gemm, logprob, logprob_backward, logprob_linear, norm, reduce, rope, swiglu
+from rlmismatch.kernels import attention, gemm, logprob, logprob_backward, logprob_linear, norm, rope, swiglu
 from tests.kernels.budget import assert_within_budget
 
 pytestmark = [
@@ -23,10 +23,6 @@ pytestmark = [
 
 Randn = Callable[..., torch.Tensor]
 BF16 = torch.bfloat16
-ROWS = (1, 2, 16, 17, 64, 65, 256, 512, 513, 1024)
-# (K, N): qkv, gate_up and o, down of the two models
-COLUMN_SHAPES = [(1024, 4096), (1024, 6144), (4096, 6144), (4096, 24576)]
-ROW_SHAPES = [(2048, 1024), (3072, 1024), (4096, 4096), (12288, 4096)]
 HEADS = [(16, 8), (32, 8)]  # query and KV heads, head dim 128
 VOCAB = 151936
 SCALE = 128**-0.5
@@ -40,64 +36,6 @@ def randn() -> Randn:
         return (torch.randn(*shape, generator=generator, device="cuda") * scale).to(dtype)
 
     return make
-
-
-@pytest.mark.parametrize(("width", "columns"), COLUMN_SHAPES)
-def test_linear_rows_have_the_same_bits_at_every_m(randn: Randn, width: int, columns: int) -> None:
-    x, weight = randn(2048, width), randn(columns, width, scale=0.02)
-    whole = gemm.linear(x, weight, impl="triton")
-    for rows in ROWS:
-        assert torch.equal(gemm.linear(x[-rows:], weight, impl="triton"), whole[-rows:]), f"M={rows}"
-    assert torch.equal(gemm.linear(x, weight, impl="triton"), whole)
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
-def test_no_tile_moves_a_bit(randn: Randn, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    from rlmismatch.kernels.gemm import triton as kernel
-
-    x, weight = randn(300, 1032, dtype=dtype), randn(520, 1032, dtype=dtype)
-    table = kernel._TILES[x.element_size()]
-    results = []
-    for _, tile in table:
-        monkeypatch.setitem(kernel._TILES, x.element_size(), ((None, tile),))
-        results.append((gemm.linear(x, weight, impl="triton"), gemm.row_partial(x, weight, k_total=1032, impl="triton")))
-    for (linear, partial), (_, tile) in zip(results, table, strict=True):
-        assert torch.equal(linear, results[0][0]), tile
-        assert torch.equal(partial, results[0][1]), tile
-
-
-@pytest.mark.parametrize(("width", "columns"), COLUMN_SHAPES)
-def test_linear_accuracy(randn: Randn, width: int, columns: int) -> None:
-    x, weight = randn(300, width), randn(columns, width, scale=0.02)
-    exact = x.double() @ weight.double().T
-    assert_within_budget(gemm.linear(x, weight, impl="triton"), exact, torch.nn.functional.linear(x, weight))
-    in_float32 = gemm.linear(x, weight, impl="triton", out_dtype=torch.float32)
-    assert_within_budget(in_float32.bfloat16(), exact, torch.nn.functional.linear(x, weight))
-
-
-def test_float32_linear_is_not_tf32(randn: Randn) -> None:
-    x, weight = randn(64, 1024, dtype=torch.float32), randn(256, 1024, dtype=torch.float32)
-    exact = x.double() @ weight.double().T
-    plain = torch.nn.functional.linear(x, weight)  # IEEE float32: torch's default
-    errors = [(y.double() - exact).abs().max() for y in (gemm.linear(x, weight, impl="triton"), plain)]
-    # One accumulator over all of K rounds more often than cuBLAS's blocks do; TF32 would be off by about 1000 times as much.
-    assert errors[0] < 8 * errors[1]
-
-
-@pytest.mark.parametrize("rows", [1, 64, 700])
-@pytest.mark.parametrize(("width", "columns"), ROW_SHAPES)
-def test_row_parallel_bits_do_not_depend_on_tp(randn: Randn, width: int, columns: int, rows: int) -> None:
-    x, weight = randn(rows, width), randn(columns, width, scale=0.02)
-
-    def at(tp: int) -> torch.Tensor:
-        shards = zip(x.chunk(tp, -1), weight.chunk(tp, -1), strict=True)
-        partials = [gemm.row_partial(a, w, k_total=width, impl="triton") for a, w in shards]
-        return reduce.fold(partials, impl="triton", out_dtype=torch.float32)
-
-    whole = at(1)
-    for tp in (2, 4, 8):
-        assert torch.equal(at(tp), whole), f"TP{tp}"
-    assert_within_budget(whole.bfloat16(), x.double() @ weight.double().T, torch.nn.functional.linear(x, weight))
 
 
 @pytest.mark.parametrize("width", [128, 1024, 4096, 12288])

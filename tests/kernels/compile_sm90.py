@@ -54,8 +54,15 @@ def _compile_instead_of_launching() -> None:
 def main() -> None:
     _compile_instead_of_launching()
     weight = torch.zeros(512, 1024, dtype=BF16)
-    for rows in (1, 64, 256, 4096):
-        gemm.linear(torch.zeros(rows, 1024, dtype=BF16), weight, torch.zeros(512), out_dtype=BF16)
+    for rows, columns in ((1, 512), (64, 512), (64, 6144), (64, 24576), (256, 4096), (256, 6144), (256, 24576), (1024, 4096)):
+        gemm.linear(torch.zeros(rows, 1024, dtype=BF16), torch.zeros(columns, 1024, dtype=BF16), torch.zeros(columns), out_dtype=BF16)
+    gemm.linear(torch.zeros(1024, 1024, dtype=BF16), torch.zeros(4096, 1024, dtype=BF16), None, out_dtype=torch.float32)
+    for rows in (1, 64, 256, 512):
+        gemm.row_partial(torch.zeros(rows, 8192, dtype=BF16), torch.zeros(512, 8192, dtype=BF16), chunks=8)
+    gemm.linear(torch.zeros(256, 512, dtype=BF16), weight.T, None, out_dtype=BF16)
+    gemm.grad_weight(torch.zeros(256, 512, dtype=BF16), torch.zeros(256, 1024, dtype=BF16), out_dtype=torch.float32)
+    for rows in (1, 64, 256):
+        gemm.linear(torch.zeros(rows, 1023, dtype=BF16), torch.zeros(64, 1023, dtype=BF16), None, out_dtype=BF16)
     gemm.row_partial(torch.zeros(1, 576), torch.zeros(64, 576), chunks=8)
     reduce.fold([torch.zeros(2, 3, dtype=BF16)] * 2, out_dtype=BF16)
     norm.rms_norm(torch.zeros(4, 8, 128, dtype=BF16), torch.zeros(128), 1e-6)

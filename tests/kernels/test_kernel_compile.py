@@ -13,9 +13,10 @@ import pytest
 
 _SHARED_BYTES = 227 * 1024  # of one program, on sm_90
 _KERNELS = {
-    "_chunk_kernel",
+    "_descriptor_kernel",
+    "_pointer_kernel",
     "_join_kernel",
-    "_add_kernel",
+    "_sum_kernel",
     "_rms_norm_kernel",
     "_rotary_kernel",
     "_swiglu_kernel",
@@ -56,5 +57,6 @@ def test_no_atomics_no_tf32_no_approximate_division(compiled: list[tuple[str, in
 
 def test_matrix_products_use_the_tensor_cores(compiled: list[tuple[str, int, str]]) -> None:
     on_tensor_cores = [name for name, _, ptx in compiled if "mma.sync" in ptx or "wgmma.mma_async" in ptx]
-    assert on_tensor_cores.count("_chunk_kernel") == 4
+    assert on_tensor_cores.count("_descriptor_kernel") == 15
+    assert on_tensor_cores.count("_pointer_kernel") == 3
     assert on_tensor_cores.count("_attention_kernel") == 6

@@ -9,7 +9,7 @@ import torch
 
 from rlmismatch.errors import UsageError
 from rlmismatch.kernels import gemm, reduce
-from rlmismatch.kernels.gemm import Impl
+from rlmismatch.kernels.gemm import Impl, tiles
 from tests.kernels.budget import assert_within_budget
 from tests.kernels.conftest import DEVICE
 
@@ -112,6 +112,82 @@ def test_a_shard_that_is_no_subtree_is_refused(impl: Impl, k_local: int) -> None
     with pytest.raises(UsageError) as error:
         gemm.row_partial(torch.zeros(1, k_local, device=DEVICE), torch.zeros(2, k_local, device=DEVICE), k_total=64, impl=impl)
     assert error.value.slug == "row-parallel-shard-is-no-subtree"
+
+
+def test_row_linear_is_the_fold_of_any_number_of_ranks(randn: Randn, impl: Impl, dtype: torch.dtype) -> None:
+    x, weight = randn(2, 3, 144, dtype=dtype), randn(11, 144, dtype=dtype)
+    whole = gemm.row_linear(x, weight, impl=impl)
+    assert whole.dtype == dtype
+    for tp in (1, 2, 8):
+        assert torch.equal(_row_parallel(x, weight, tp, impl, dtype), whole), f"TP{tp}"
+
+
+def test_grad_input_accuracy(randn: Randn, impl: Impl, dtype: torch.dtype) -> None:
+    dy, weight = randn(2, 4, 40, dtype=dtype), randn(40, 72, dtype=dtype)
+    actual = gemm.grad_input(dy, weight, impl=impl)
+    assert actual.dtype == dtype
+    assert actual.is_contiguous()
+    assert_within_budget(actual, dy.double() @ weight.double(), dy @ weight)
+
+
+def test_grad_input_bits_do_not_depend_on_rows_or_shards_of_k(randn: Randn, impl: Impl, dtype: torch.dtype) -> None:
+    dy, weight = randn(20, 40, dtype=dtype), randn(40, 72, dtype=dtype)
+    whole = gemm.grad_input(dy, weight, impl=impl)
+    assert torch.equal(gemm.grad_input(dy[7:8], weight, impl=impl), whole[7:8])
+    assert torch.equal(torch.cat([gemm.grad_input(dy, w, impl=impl) for w in weight.chunk(2, dim=1)], dim=1), whole)
+
+
+def test_grad_input_of_a_column_parallel_layer_does_not_depend_on_tp(randn: Randn, impl: Impl, dtype: torch.dtype) -> None:
+    dy, weight = randn(6, 48, dtype=dtype), randn(48, 10, dtype=dtype)
+
+    def at(tp: int) -> torch.Tensor:
+        shards = zip(dy.chunk(tp, -1), weight.chunk(tp, 0), strict=True)
+        return reduce.fold([gemm.grad_input_partial(a, w, n_total=48, impl=impl) for a, w in shards], impl=impl, out_dtype=torch.float32)
+
+    whole = at(1)
+    for tp in (2, 4, 8):
+        assert torch.equal(at(tp), whole), f"TP{tp}"
+    assert_within_budget(whole.to(dtype), dy.double() @ weight.double(), dy @ weight)
+
+
+def test_grad_weight_accuracy(randn: Randn, impl: Impl, dtype: torch.dtype) -> None:
+    dy, x = randn(3, 50, 24, dtype=dtype), randn(3, 50, 40, dtype=dtype)
+    actual = gemm.grad_weight(dy, x, impl=impl)
+    assert actual.dtype == torch.float32
+    exact = torch.einsum("btn,btk->nk", dy.double(), x.double())
+    assert_within_budget(actual, exact, dy.flatten(0, 1).float().T @ x.flatten(0, 1).float())
+
+
+def test_grad_weight_bits_do_not_depend_on_shards_or_padding(randn: Randn, impl: Impl, dtype: torch.dtype) -> None:
+    dy, x = randn(150, 24, dtype=dtype), randn(150, 40, dtype=dtype)
+    whole = gemm.grad_weight(dy, x, impl=impl)
+    assert torch.equal(torch.cat([gemm.grad_weight(d, x, impl=impl) for d in dy.chunk(4, 1)]), whole)
+    assert torch.equal(torch.cat([gemm.grad_weight(dy, c, impl=impl) for c in x.chunk(4, 1)], dim=1), whole)
+    padded_dy, padded_x = torch.nn.functional.pad(dy, (0, 0, 0, 30)), torch.cat([x, x[:30]])
+    assert torch.equal(gemm.grad_weight(padded_dy, padded_x, impl=impl), whole)
+
+
+def test_grad_weight_of_no_tokens_is_zero(impl: Impl) -> None:
+    dw = gemm.grad_weight(torch.zeros(0, 4, device=DEVICE), torch.zeros(0, 6, device=DEVICE), impl=impl)
+    assert torch.equal(dw, torch.zeros(4, 6, device=DEVICE))
+
+
+def test_grad_weight_of_other_tokens_is_refused(impl: Impl) -> None:
+    dy = torch.zeros(3, 4, device=DEVICE)
+    with pytest.raises(ValueError, match="tokens differ"):
+        gemm.grad_weight(dy, torch.zeros(2, 6, device=DEVICE), impl=impl)
+    with pytest.raises(ValueError, match=r"dy is torch\.float32"):
+        gemm.grad_weight(dy, torch.zeros(3, 6, dtype=torch.bfloat16, device=DEVICE), impl=impl)
+
+
+def test_every_shape_has_one_tile_that_fits_the_card() -> None:
+    for rows in (1, 16, 17, 64, 65, 256, 257, 1024, 100_000):
+        for columns in (64, 1024, 4096, 6144, 24576, 151936):
+            for chunks in (1, 2, 4, 8):
+                tile = tiles.descriptor_tile(rows, columns, chunks)
+                assert tile in tiles.DESCRIPTOR_TILES
+                assert chunks == 1 or tile.extra == 0
+                assert 2 * tile.stages * (tile.m + tile.n + tile.extra) * tile.k < 227 * 1024
 
 
 def test_any_strides_and_leading_dims(randn: Randn, impl: Impl) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlmismatch.kernels import reduce
+from rlmismatch.kernels.common.tree import pairwise_tree
 from rlmismatch.kernels.reduce import Impl
 from tests.kernels.budget import assert_within_budget
 from tests.kernels.conftest import DEVICE
@@ -15,7 +16,7 @@ from tests.kernels.conftest import DEVICE
 Randn = Callable[..., torch.Tensor]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_fold_order(randn: Randn, ranks: int) -> None:
     p = [randn(7, 5, scale=10.0) for _ in range(ranks)]
     tree = {
@@ -23,9 +24,18 @@ def test_fold_order(randn: Randn, ranks: int) -> None:
         2: lambda: p[0] + p[1],
         3: lambda: (p[0] + p[1]) + p[2],
         4: lambda: (p[0] + p[1]) + (p[2] + p[3]),
+        5: lambda: ((p[0] + p[1]) + (p[2] + p[3])) + p[4],
+        6: lambda: ((p[0] + p[1]) + (p[2] + p[3])) + (p[4] + p[5]),
+        7: lambda: ((p[0] + p[1]) + (p[2] + p[3])) + ((p[4] + p[5]) + p[6]),
         8: lambda: ((p[0] + p[1]) + (p[2] + p[3])) + ((p[4] + p[5]) + (p[6] + p[7])),
     }[ranks]()
     assert torch.equal(reduce.fold(p, impl="triton", out_dtype=torch.float32), tree)
+
+
+@pytest.mark.parametrize("ranks", [9, 12, 16, 17, 72])
+def test_fold_order_of_more_ranks_than_one_launch_takes(randn: Randn, ranks: int) -> None:
+    p = [randn(7, 5, scale=10.0) for _ in range(ranks)]
+    assert torch.equal(reduce.fold(p, impl="triton", out_dtype=torch.float32), pairwise_tree(p, torch.add))
 
 
 @pytest.mark.parametrize("ranks", [2, 8])

@@ -1,4 +1,8 @@
-"""Linear layers: the whole product (`linear`) and one rank's unrounded share of a row-parallel one (`row_partial`)."""
+"""Linear layers in a fixed order: forward, the gradients of both operands, and one rank's unrounded share of a sum that spans ranks.
+
+For `triton` every element of every product below is a chain of float32 additions in an order that its length alone decides, so its
+bits depend neither on the other rows and columns, on the tile, on strides, nor (shares) on the tensor-parallel size.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import torch
 from rlmismatch.errors import UsageError
 from rlmismatch.kernels.common.dispatch import Impl, implementation
 
-__all__ = ["CHUNKS", "Impl", "chunk_count", "linear", "row_partial"]
+__all__ = ["CHUNKS", "Impl", "chunk_count", "grad_input", "grad_input_partial", "grad_weight", "linear", "row_linear", "row_partial"]
 
 CHUNKS: Final = 8  # chunks of a row-parallel K where 8 divides it; the largest tensor-parallel size with the same bits
 
@@ -42,13 +46,60 @@ def row_partial(x_MK: torch.Tensor, weight_NK: torch.Tensor, *, k_total: int, im
     ascending from zero; the chunks are joined by `pairwise_tree`. A rank owns an aligned run of 2^m chunks, which is a
     subtree, and `reduce.fold` continues with the upper levels of the same tree: the same additions on the same operands at
     every tensor-parallel size that divides the number of chunks, hence the same bits. Nothing is rounded between the two.
-    The chunks are computed side by side, in a workspace of chunks x M x N floats.
+    A workspace of up to chunks x M x N floats holds what one program does not join itself.
     Raises UsageError if this rank's columns are not a whole subtree.
     """
     _check(x_MK, weight_NK)
     chunks = _local_chunks(x_MK.shape[-1], k_total)
     module = implementation("gemm", impl, x_MK, weight_NK)
     out: torch.Tensor = module.row_partial(x_MK, weight_NK, chunks=chunks)
+    return out
+
+
+def row_linear(x_MK: torch.Tensor, weight_NK: torch.Tensor, *, impl: Impl, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A row-parallel layer of one rank, rounded once: the bits of `reduce.fold` over any number of `row_partial`s, in one step.
+
+    x_MK: [..., K], weight_NK: [N, K], same dtype. Returns contiguous [..., N] in `out_dtype` (default: x's dtype).
+    """
+    _check(x_MK, weight_NK)
+    module = implementation("gemm", impl, x_MK, weight_NK)
+    out: torch.Tensor = module.row_partial(x_MK, weight_NK, chunks=chunk_count(x_MK.shape[-1]), out_dtype=out_dtype or x_MK.dtype)
+    return out
+
+
+def grad_input(dy_MN: torch.Tensor, weight_NK: torch.Tensor, *, impl: Impl, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """dX = ``dy @ weight``: the gradient of `linear` by x where this rank owns all of N, as in a row-parallel layer.
+
+    dy_MN: [..., N], weight_NK: [N, K], same dtype. Returns contiguous [..., K] in `out_dtype` (default: dy's dtype). The sum runs over
+    ascending N; its bits depend neither on M nor on how K is sharded.
+    """
+    return linear(dy_MN, weight_NK.T, impl=impl, out_dtype=out_dtype)
+
+
+def grad_input_partial(dy_MN: torch.Tensor, weight_NK: torch.Tensor, *, n_total: int, impl: Impl) -> torch.Tensor:
+    """This rank's share of dX in a column-parallel layer, where the sum over N spans the ranks; `reduce.fold` joins the shares.
+
+    dy_MN: [..., N], weight_NK: [N, K]: this rank's N = n_total / TP consecutive rows of the weight. Returns [..., K], unrounded, with the
+    order and the promise of `row_partial`, N in the place of K. A fused weight is one matrix only if its shards are consecutive
+    rows of it: sum over q, k, v (or gate, up) apart where an engine interleaves them.
+    """
+    return row_partial(dy_MN, weight_NK.T, k_total=n_total, impl=impl)
+
+
+def grad_weight(dy_MN: torch.Tensor, x_MK: torch.Tensor, *, impl: Impl, out_dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """dW = ``dy.T @ x``: the gradient of `linear` by its weight over the tokens of one call.
+
+    dy_MN: [..., N], x_MK: [..., K]: equal leading dims, same dtype. Returns contiguous [N, K] in `out_dtype`. The sum runs over ascending
+    tokens (the leading dims flattened). Its bits depend neither on how N or K is sharded nor on tokens of zero gradient at the end, such as
+    padding; they do depend on the tokens' order and on which of them share a microbatch. Adding to a main_grad is the caller's.
+    Raises ValueError for shapes or dtypes that do not fit.
+    """
+    if dy_MN.shape[:-1] != x_MK.shape[:-1] or dy_MN.dim() < 2:
+        raise ValueError(f"dy {tuple(dy_MN.shape)} does not fit x {tuple(x_MK.shape)}: their tokens differ")
+    if dy_MN.dtype != x_MK.dtype:
+        raise ValueError(f"dy is {dy_MN.dtype} and x is {x_MK.dtype}")
+    module = implementation("gemm", impl, dy_MN, x_MK)
+    out: torch.Tensor = module.grad_weight(dy_MN.flatten(0, -2), x_MK.flatten(0, -2), out_dtype=out_dtype)
     return out
 
 

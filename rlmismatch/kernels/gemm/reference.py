@@ -16,7 +16,12 @@ def linear(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | N
     return round_once(out_MN, out_dtype)
 
 
-def row_partial(x_MK: torch.Tensor, weight_NK: torch.Tensor, *, chunks: int) -> torch.Tensor:
-    """Float64 [..., N]: `chunks` equal pieces of K, each a product of its own, joined by the tree."""
+def row_partial(x_MK: torch.Tensor, weight_NK: torch.Tensor, *, chunks: int, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """[..., N], by default float64: `chunks` equal pieces of K, each a product of its own, joined by the tree."""
     parts = [x.double() @ weight.double().T for x, weight in zip(x_MK.chunk(chunks, dim=-1), weight_NK.chunk(chunks, dim=-1), strict=True)]
-    return pairwise_tree(parts, torch.add)
+    return round_once(pairwise_tree(parts, torch.add), out_dtype or torch.float64)
+
+
+def grad_weight(dy_MN: torch.Tensor, x_MK: torch.Tensor, *, out_dtype: torch.dtype) -> torch.Tensor:
+    """[N, K] in `out_dtype`; float64 is unrounded."""
+    return round_once(dy_MN.double().T @ x_MK.double(), out_dtype)

@@ -1,0 +1,95 @@
+"""Which tile computes a product: a fixed table, measured on an H200.
+
+A tile decides where an element is computed, never what is added to what. That tensor cores keep to it is a fact about the card, which
+tests/gpu proves again for every tile below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PROGRAMS = 132  # of a persistent launch: the multiprocessors of an H100 or H200 SXM
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """What one program computes at a time: `m` rows by `n` + `extra` columns, `k` terms of the sum in a step."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    extra: int = 0  # a second, narrower block of columns: widths between two powers of two
+    swapped: bool = False  # the weight's rows are the tile's rows: a tensor core takes no fewer than 64 of them
+    count: int = 1  # chunks of a row-parallel sum that one program computes and joins
+    parked: bool = False  # the sum of the first four of eight chunks waits in memory, not in registers
+    unbroken: bool = False  # one loop over all chunks, for sums that wait for memory; else one loop a chunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wave:
+    tile: Tile
+    cost: float  # microseconds that PROGRAMS such tiles take for 1000 terms
+
+
+INTERPRETER = Tile(m=64, n=128, k=128, warps=4, stages=1)  # never another: there BLAS multiplies, and promises nothing about its order
+
+_FEW_ROWS = Tile(m=64, n=16, k=256, warps=4, stages=5, swapped=True)
+# (columns that fill the card once, tile) for 17 to 64 rows, where reading the weight is all there is to do
+_DECODE = (
+    (32 * PROGRAMS, Tile(m=64, n=32, k=256, warps=4, stages=4)),
+    (64 * PROGRAMS, Tile(m=64, n=64, k=128, warps=4, stages=6)),
+    (None, Tile(m=64, n=128, extra=64, k=128, warps=4, stages=3)),
+)
+_MANY_ROWS = (
+    _Wave(tile=Tile(m=64, n=128, k=128, warps=4, stages=4), cost=3.5),
+    _Wave(tile=Tile(m=64, n=128, extra=64, k=64, warps=4, stages=6), cost=5.4),
+    _Wave(tile=Tile(m=128, n=128, k=64, warps=8, stages=6), cost=5.9),
+    _Wave(tile=Tile(m=128, n=256, k=64, warps=8, stages=3), cost=10.6),
+)
+# (largest M, tile) of a row-parallel sum
+_CHUNKED = (
+    (16, Tile(m=64, n=16, k=256, warps=4, stages=4, swapped=True, count=8, unbroken=True)),
+    (64, Tile(m=64, n=64, k=128, warps=4, stages=5, count=4, unbroken=True)),
+    (256, Tile(m=64, n=128, k=128, warps=8, stages=4, count=8, unbroken=True)),
+    (None, Tile(m=128, n=128, k=64, warps=8, stages=5, count=8, parked=True)),
+)
+# By bytes of an operand element, through pointers. Float32 operands take the FMA units, where larger tiles spill.
+_POINTER = {
+    2: (
+        (16, Tile(m=16, n=64, k=256, warps=4, stages=4)),
+        (64, Tile(m=64, n=64, k=128, warps=4, stages=3)),
+        (None, Tile(m=128, n=128, k=64, warps=4, stages=3)),
+    ),
+    4: (
+        (16, Tile(m=16, n=64, k=64, warps=4, stages=3)),
+        (None, Tile(m=64, n=64, k=32, warps=4, stages=3)),
+    ),
+}
+
+DESCRIPTOR_TILES = (_FEW_ROWS, *(t for _, t in _DECODE), *(w.tile for w in _MANY_ROWS), *(t for _, t in _CHUNKED))
+
+
+def descriptor_tile(rows: int, columns: int, chunks: int) -> Tile:
+    """The tile for operands that the tensor memory accelerator can load."""
+    if chunks > 1:
+        return _up_to(rows, _CHUNKED)
+    if rows <= 16:
+        return _FEW_ROWS
+    if rows <= 64:
+        return _up_to(columns, _DECODE)
+    return min(_MANY_ROWS, key=lambda w: -(-_tiles(w.tile, rows, columns) // PROGRAMS) * w.cost).tile
+
+
+def pointer_tile(rows: int, element_bytes: int) -> Tile:
+    """The tile for operands of any strides."""
+    return _up_to(rows, _POINTER[element_bytes])
+
+
+def _tiles(tile: Tile, rows: int, columns: int) -> int:
+    return -(-rows // tile.m) * -(-columns // (tile.n + tile.extra))
+
+
+def _up_to(size: int, table: tuple[tuple[int | None, Tile], ...]) -> Tile:
+    return next(tile for most, tile in table if most is None or size <= most)
