@@ -30,7 +30,9 @@ def install() -> Any:
 
 
 def exit_code(error: BaseException) -> int | None:
-    """The worker's exit code if `error` is torchrun's report of failed workers; the first failure decides."""
+    """The code to exit with, if `error` is how torchrun ends: the first failed worker's, or 128 + the signal that torchrun got."""
+    if type(error).__name__ == "SignalException":  # Ctrl-C, or a scheduler; the workers were stopped and have said so
+        return 128 + int(error.sigval)  # type: ignore[attr-defined]
     if type(error).__name__ != "ChildFailedError":
         return None
     code: int = error.get_first_failure()[1].exitcode  # type: ignore[attr-defined]

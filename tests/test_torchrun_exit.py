@@ -1,5 +1,6 @@
 """torchrun's exit code is the verdict's, for `-m rlmismatch` and for nothing else."""
 
+import signal
 import subprocess
 import sys
 from importlib import metadata
@@ -7,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from rlmismatch import torchrun_exit
 
@@ -37,6 +39,11 @@ def test_only_failed_workers_give_a_code() -> None:
     assert torchrun_exit.exit_code(ChildFailedError(4)) == 4
     assert torchrun_exit.exit_code(ChildFailedError(-9)) is None  # killed by a signal: torchrun's own words are better
     assert torchrun_exit.exit_code(ValueError("x")) is None
+
+
+def test_ctrl_c_and_sigterm_give_the_shells_codes() -> None:
+    assert torchrun_exit.exit_code(SignalException("got it", sigval=signal.SIGINT)) == 130
+    assert torchrun_exit.exit_code(SignalException("got it", sigval=signal.SIGTERM)) == 143
 
 
 def test_the_plugin_is_registered_and_torchrun_passes_our_codes_through(tmp_path: Path) -> None:
