@@ -107,8 +107,8 @@ def failed(done: Done, code: int, slug: str, *, captures: bool = True) -> dict[s
 def left_clean(done: Done, *, captures: bool, reason: str, killed: bool = False) -> None:
     """No process, whole captures (if there were any), and `report` refuses the folder for `reason`.
 
-    killed: nobody had a chance to tidy up. A capture that was being written may be left under its temporary name, which no reader takes for a
-    capture.
+    killed: nobody had a chance to tidy up. A capture that was being written may be left under its temporary name, which no reader
+    takes for a capture.
     """
     assert workers(done.folder) == {}
     for side in ("trainer", "rollout") if captures else ():
