@@ -226,6 +226,7 @@ LOGPROB: Final[tuple[Axis, ...]] = (
         asks="Does the collective's algorithm choice, not the math, move the number?",
         spec=LogProbReductionSpec,
         field_names=("merge_order", "nccl_algo", "nccl_proto", "topology"),
+        mirrors={"merge_order": ("logprob.reduce:order",)},  # one collective, one order
         only_with_tp=("merge_order",),
         knobs={"logprob.merge_order": ("nccl_algo", "global_vocab_shard_index")},
         pin="global_vocab_shard_index",
