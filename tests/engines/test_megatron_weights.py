@@ -12,6 +12,7 @@ from rlmismatch.checkpoint import ModelConfig
 from rlmismatch.engines.megatron_weights import parameters, shard, unshard
 from rlmismatch.pins.collectives import TpGroup
 from rlmismatch.pins.megatron_shape import TrainerShape
+from rlmismatch.transforms import Chain
 
 MODELS = {name: r.config for name, r in {**FIXTURES, **VARIANTS}.items()}
 
@@ -57,7 +58,7 @@ def qkv_of(model: ModelConfig, tp: int) -> list[dict[str, torch.Tensor]]:
         head_dim=model.head_dim,
         eps=1e-6,
         inv_freq=model.rope.inv_freq(model.head_dim),
-        temperature=1.0,
+        chain=Chain(),
     )
     return [shape.qkv_columns(rank) for rank in ranks(tp)]
 
