@@ -68,6 +68,12 @@ def write_bytes(path: Path, data: bytes) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def remove_unfinished(run: Path) -> None:
+    """Remove what a process that was stopped while it wrote has left; call it when nothing writes any more."""
+    for path in run.rglob(".*.tmp"):
+        path.unlink(missing_ok=True)
+
+
 def write_json(path: Path, data: Any) -> None:
     write_bytes(path, (json.dumps(data, indent=1, sort_keys=False, allow_nan=True) + "\n").encode())
 

@@ -128,6 +128,13 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_rest(tmp_path: Path, monk
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 
+def test_what_a_stopped_writer_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    arm = capture.write_arm(tmp_path, "trainer", _result(), SEQUENCES)
+    (arm.parent / f".{arm.name}.123.tmp").write_bytes(b"half")
+    capture.remove_unfinished(tmp_path)
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [arm]
+
+
 def test_long_arm_ids_stay_apart_in_file_names(tmp_path: Path) -> None:
     long = "pins=" + "+".join(f"pin{i:03}" for i in range(40))
     assert capture.arm_path(tmp_path, "trainer", long + "a") != capture.arm_path(tmp_path, "trainer", long + "b")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlmismatch.cli import COMMANDS, render_error
+from rlmismatch.commands.options import settings_of
 from rlmismatch.errors import EngineError, RlmismatchError, UsageError
 from rlmismatch.exitcodes import ExitCode
 from tests.cli_runs import TINY, Done, run
@@ -69,6 +70,8 @@ CASES: dict[str, tuple[list[str], str, str]] = {
     "plant on the wrong side": (["--ckpt", TINY, "--plant", "dropout_on@rollout"], "plant-wrong-side", "dropout_on@trainer"),
     "plant side unknown": (["--ckpt", TINY, "--plant", "eps@actor"], "plant-side-unknown", "@trainer or"),
     "budget unknown": (["--ckpt", TINY, "--budget", "mean_abbs=1"], "budget-unknown-key", "mean_abs"),
+    "budget file missing": (["--ckpt", TINY, "--budget", "{tmp}/limits.yaml"], "file-unreadable", "limits.yaml"),
+    "fail-on unknown": (["--ckpt", TINY, "--fail-on", "contrat"], "fail-on-unknown", "did you mean contract"),
     "config key unknown": (["--config", "{yaml}"], "config-key-unknown", "trainer_tp"),
     "too few ranks": (["--ckpt", TINY, "--trainer-tp", "2", "--nproc", "1"], "too-few-ranks", "--nproc 2"),
 }
@@ -101,6 +104,12 @@ def test_an_output_folder_that_holds_something_is_never_written_to(tmp_path: Pat
     (tmp_path / "precious").write_text("x")
     _refused(run("probe", "--ckpt", TINY, out=tmp_path), "out-not-empty")
     assert [p.name for p in tmp_path.iterdir()] == ["precious"]
+
+
+def test_a_budget_file_is_read_once_and_its_limits_are_kept(tmp_path: Path) -> None:
+    limits = _write(tmp_path / "limits.yaml", "mean_abs: 0.01", "max: 0.5")
+    settings = settings_of("probe", {"ckpt": TINY, "budget": (limits, "max=0.25")})
+    assert settings.budget == ("mean_abs=0.01", "max=0.25")
 
 
 def test_options_may_stand_in_yaml_and_the_command_line_wins(tmp_path: Path) -> None:

@@ -227,7 +227,17 @@ def settings_of(
     if settings.temperature == 1.0 and any(plant in ("temperature_not_applied", "entropy_before_temperature") for plant, _ in planted):
         settings = dataclasses.replace(settings, temperature=PLANTED_TEMPERATURE)
     needed = {knob: value for plant, _ in planted for knob, value in PLANT_NEEDS.get(plant, {}).items()}
-    return dataclasses.replace(settings, knobs={**needed, **settings.knobs})
+    return dataclasses.replace(settings, knobs={**needed, **settings.knobs}, budget=_limits(settings))
+
+
+def _limits(settings: Settings) -> tuple[str, ...]:
+    """The limits themselves, no file any more: a run is judged again without it. Refuses what nothing could be judged by."""
+    from rlmismatch import verdict
+    from rlmismatch.drift.budget import LIMITS, Budget
+
+    verdict.parse_fail_on(settings.fail_on)
+    budget = Budget.parse(*settings.budget)
+    return tuple(f"{name}={getattr(budget, name)!r}" for name in LIMITS if name in budget.explicit)
 
 
 def format_of(given: Mapping[str, Any]) -> str:

@@ -49,6 +49,7 @@ def run(settings: Settings, *, command_line: str, format_: str, verbose: bool) -
             raise
         finally:
             node.close()
+            capture.remove_unfinished(folder)
             # From here on another rank's non-zero exit may make torchrun end this one too; what is left takes milliseconds.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             controller.finish(code)
