@@ -141,6 +141,11 @@ def workers(folder: Path | str) -> dict[int, str]:
     return found
 
 
+def gone(folder: Path | str) -> None:
+    """Check that no process of this run is left; one that was killed may take a moment to vanish."""
+    wait_for(lambda: not workers(folder), f"the end of {workers(folder)}", timeout=5)
+
+
 def worker(folder: Path | str, name: str) -> int:
     """The process id of the engine worker called ``trainer-rank0``..., not of what it started."""
     (pid,) = [p for p, log in workers(folder).items() if log == name and b"rlmismatch.engines.worker" in _argv(p)]

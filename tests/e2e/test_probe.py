@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli_runs import LLAMA, MASK, QUICK, ROOT, TINY, TP2, Done, command, run, run_argv, selected, side_by_side, workers
+from tests.cli_runs import LLAMA, MASK, QUICK, ROOT, TINY, TP2, Done, command, gone, run, run_argv, selected, side_by_side
 
 pytestmark = pytest.mark.engines
 
@@ -90,7 +90,7 @@ def clean(done: Done) -> None:
     assert [c["name"] for c in done.report["controls"] if not c["ok"]] == []
     assert len(done.report["controls"]) == 10
     closed(done)
-    assert workers(done.folder) == {}
+    gone(done.folder)
 
 
 @pytest.mark.parametrize("name", ["sp"])

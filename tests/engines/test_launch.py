@@ -16,7 +16,7 @@ import pytest
 from rlmismatch.engines.launch import Controller, Node, SideLaunch, World, follow
 from rlmismatch.engines.protocol import SideConfig, SideName
 from rlmismatch.errors import EngineError, EnvironmentUnfitError, RlmismatchError, UsageError
-from tests.cli_runs import wait_for, workers
+from tests.cli_runs import gone, wait_for, workers
 
 TIMEOUT_S = 4.0  # a Python process that starts on a busy machine needs a second or two
 # In the place of a side's Python: runs $BEHAVIOUR, which sees `rank`, `requests` (lines) and `say(message)`.
@@ -48,7 +48,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
     out = Node(World(rank=0, size=2, local_rank=0, torchrun=False), tmp_path, TIMEOUT_S)
     yield out
     out.close()
-    assert not workers(tmp_path)
+    gone(tmp_path)
 
 
 def launch(python: str, behaviour: str, *, side: SideName = "trainer", tp: int = 1) -> SideLaunch:
@@ -128,7 +128,7 @@ def test_a_group_that_ignores_sigterm_dies_with_what_it_started(node: Node, pyth
     wait_for(lambda: len(workers(tmp_path)) == 2, "the worker and its child")
     started = time.monotonic()
     node.close()
-    assert not workers(tmp_path)
+    gone(tmp_path)
     assert time.monotonic() - started < 10
 
 
