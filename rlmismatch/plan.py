@@ -23,8 +23,9 @@ from rlmismatch.arms import ALL, BOUNDARY, LOCAL, LOGITS, NATIVE, ORACLE, RETURN
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.axes.base import Axis
 from rlmismatch.engines.fleet import Fleet
-from rlmismatch.engines.launch import Controller, SideLaunch
+from rlmismatch.engines.launch import Controller
 from rlmismatch.engines.logprob_knobs import CHAIN_KNOBS
+from rlmismatch.engines.node import SideLaunch
 from rlmismatch.engines.protocol import Arm, ScorePath, SideConfig, SideName
 from rlmismatch.errors import InconclusiveError
 from rlmismatch.evidence import Evidence, wanted_axes

@@ -15,7 +15,8 @@ from typing import Any
 from rlmismatch import capture
 from rlmismatch.commands import options
 from rlmismatch.commands.terminal import TerminalProgress
-from rlmismatch.engines.launch import Controller, Node, World, follow
+from rlmismatch.engines.launch import Controller, follow
+from rlmismatch.engines.node import Node, World
 from rlmismatch.errors import EngineError, RlmismatchError, UsageError
 from rlmismatch.settings import Settings
 

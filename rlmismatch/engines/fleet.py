@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlmismatch.engines.launch import Controller, SideLaunch
+from rlmismatch.engines.launch import Controller
+from rlmismatch.engines.node import SideLaunch
 from rlmismatch.engines.protocol import SideName
 from rlmismatch.tokens import Sequence as Tokens
 

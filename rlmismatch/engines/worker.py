@@ -1,6 +1,6 @@
 """One side on one rank: a process of its own that loads one engine once, answers requests, and exits.
 
-    python -m rlmismatch.engines.worker CONFIG.json       (started by engines/launch.py)
+    python -m rlmismatch.engines.worker CONFIG.json       (started by engines/node.py)
 
 Rank 0 takes requests as JSON lines on an inherited socket and hands each to the other ranks through the side's key-value store;
 all ranks then run it together. Rank 0 writes the captures and answers. Any error is answered with its slug and ends the process:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from rlmismatch.engines.fleet import Fleet
-from rlmismatch.engines.launch import Controller, SideLaunch
+from rlmismatch.engines.launch import Controller
+from rlmismatch.engines.node import SideLaunch
 from rlmismatch.engines.protocol import SideConfig, SideName
 from rlmismatch.tokens import Sequence as Tokens
 

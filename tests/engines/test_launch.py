@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rlmismatch.engines.launch import Controller, Node, SideLaunch, World, follow
+from rlmismatch.engines.launch import Controller, follow
+from rlmismatch.engines.node import Node, SideLaunch, World
 from rlmismatch.engines.protocol import SideConfig, SideName
 from rlmismatch.errors import EngineError, EnvironmentUnfitError, RlmismatchError, UsageError
 from tests.cli_runs import gone, wait_for, workers
@@ -168,7 +169,9 @@ def test_a_worker_sees_its_own_group_and_not_torchruns(node: Node, python: str, 
     monkeypatch.setenv("PYTHONPATH", "/theirs")
     names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "PYTHONPATH")
     controller = Controller(node, TIMEOUT_S)
-    controller.start(launch(python, f"requests.readline(); say({{'done': {{n: os.environ.get(n) for n in {names}}}}}); {IDLE}", tp=2))
+    controller.start(
+        launch(python, f"if rank: {IDLE}\nrequests.readline(); say({{'done': {{n: os.environ.get(n) for n in {names}}}}})\n{IDLE}", tp=2)
+    )
     seen = controller.call("trainer", {"op": "load"})
     assert (seen["RANK"], seen["WORLD_SIZE"], seen["TORCHELASTIC_RUN_ID"], seen["LOCAL_WORLD_SIZE"]) == ("0", "2", None, None)
     assert seen["PYTHONPATH"].split(os.pathsep) == [str(Path(__file__).resolve().parents[2]), "/theirs"]
