@@ -75,7 +75,7 @@ def report(folder: Path, *, budget: Sequence[str] = (), fail_on: str | None = No
         gates=gates,
         contract=evidence.comparisons,
         knobs=knobs,
-        axes=rows.axis_rows(evidence, book, wanted, void=void),
+        axes=rows.axis_rows(evidence, book, wanted, measured, void=void),
         measures=measured,
         ratios=(*ratios, *_oracle_ratios(errors, evidence, book, void=void)),
         floors=floors,

@@ -17,7 +17,7 @@ from rlmismatch.drift import Drift, bit_equal
 from rlmismatch.engines.protocol import LocalError, SideName
 from rlmismatch.evidence import Evidence, axis_of
 from rlmismatch.pins.spec import boundary_names, pin_of_boundary
-from rlmismatch.report.model import AxisRow, ClosureRow, ControlRow, DivergenceRow, FloorRow, Gate, KnobRow, RatioRow
+from rlmismatch.report.model import AxisRow, ClosureRow, ControlRow, DivergenceRow, FloorRow, Gate, KnobRow, MeasureRow, RatioRow
 
 _SIDES: Final[tuple[SideName, ...]] = ("trainer", "rollout")
 
@@ -107,11 +107,15 @@ def local(axis: Axis, book: ScoreBook) -> Local:
     return Local(errors=tuple(found))
 
 
-def axis_rows(evidence: Evidence, book: ScoreBook, wanted: Iterable[Axis], *, void: bool) -> tuple[AxisRow, ...]:
-    return tuple(_axis_row(axis, evidence, book, void=void) for axis in wanted)
+def axis_rows(
+    evidence: Evidence, book: ScoreBook, wanted: Iterable[Axis], measures: Iterable[MeasureRow], *, void: bool
+) -> tuple[AxisRow, ...]:
+    """One row an axis. `measures`: what was measured beside the arms, which is all the numbers that an axis without a pin has."""
+    measured = frozenset(m.axis for m in measures if m.value is not None)
+    return tuple(_axis_row(axis, evidence, book, measured, void=void) for axis in wanted)
 
 
-def _axis_row(axis: Axis, evidence: Evidence, book: ScoreBook, *, void: bool) -> AxisRow:
+def _axis_row(axis: Axis, evidence: Evidence, book: ScoreBook, measured: frozenset[str], *, void: bool) -> AxisRow:
     fields = axis_of(evidence.comparisons, axis.id)
     contract = _contract_word(fields)
     evidence_word = _weakest(fields)
@@ -125,10 +129,12 @@ def _axis_row(axis: Axis, evidence: Evidence, book: ScoreBook, *, void: bool) ->
         return row("not built", "not built yet")
     if zero:
         return row("structural zero", zero)
-    if axis.built == "contract_only" or not axis.pins:
+    if axis.built == "contract_only":
         return row("contract only")
     if void:
         return row("not run", "the sides are not comparable")
+    if not axis.pins:
+        return row("measured", "see Measures") if axis.id in measured else row("not run", f"needs `rlmismatch {axis.family}`")
     base, pins = evidence.base_pins, frozenset(axis.pins)
     if pins <= base:
         return row("pinned", "held by a knob in every arm", local=local(axis, book).largest)

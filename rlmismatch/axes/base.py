@@ -13,8 +13,8 @@ from typing import Any, Literal
 from rlmismatch.contract import FieldSpec, fields_of
 
 Family = Literal["gemm", "attention", "logprob", "model"]
-# complete: knob, pin, readings and measurement work in both engines. pin_only: the pin and its numbers are there, the
-# family's own knobs are not yet. contract_only: fields are read and compared, there is nothing to pin. not_built: listed.
+# complete: readings and knobs work in both engines, and numbers come from a pin or from measures. pin_only: the pin and its numbers
+# are there, the family's own knobs are not yet. contract_only: fields are read and compared, nothing gives numbers. not_built: listed.
 Built = Literal["complete", "pin_only", "contract_only", "not_built"]
 # Which pair of scores an axis' numbers speak of.
 Ratio = Literal["trainer/prefill", "prefill/decode", "decode/recorded"]
@@ -63,9 +63,10 @@ class Axis:
     only_with_tp: tuple[str, ...] = ()  # fields that are not applicable on a side with TP1
     values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # field -> the values it can take, where they are a list
     knobs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # knob -> values; () = free value
-    pin: str = ""  # what the deterministic path is, in words; "" = contract only
+    pin: str = ""  # what the deterministic path is, in words; "" = none
     pins: tuple[str, ...] = ()  # ids of the pins that hold it (pins/spec.py)
     measure: str = ""
+    measured: bool = False  # its family's command makes rows of measures of it, whether or not it has a pin
     trap: str = ""
     hint: str = ""  # what to change when a field of this axis fails, in the words of the command line
     zero: Mapping[str, str] = field(default_factory=dict)  # rule name (ZERO_RULES) -> words of the report
@@ -80,6 +81,8 @@ class Axis:
         unknown = set(self.zero) - set(ZERO_RULES)
         if unknown:
             raise ValueError(f"{self.id}: unknown zero rules {sorted(unknown)}")
+        if bool(self.pins or self.measured) != (self.built in ("complete", "pin_only")) or (self.built == "pin_only" and not self.pins):
+            raise ValueError(f"{self.id}: {self.built}, with pins {list(self.pins)} and measured={self.measured}")
         named = {*self.field_names, *self.mirrors, *self.only_with_tp, *self.values}
         strangers = named - {f.name for f in fields_of(self.spec)}
         if strangers:

@@ -200,7 +200,8 @@ LOGPROB: Final[tuple[Axis, ...]] = (
             Plant(id="shard_gap", verdict="contract", what="a row of the head belongs to no rank", built=True),
             Plant(id="shard_overlap", verdict="contract", what="a row of the head belongs to two ranks", built=True),
         ),
-        built="contract_only",
+        measured=True,
+        built="complete",
     ),
     Axis(
         id="logprob.reduce",
@@ -218,6 +219,7 @@ LOGPROB: Final[tuple[Axis, ...]] = (
         plants=(
             Plant(id="lse_offset_log_tp", verdict="contract", what="the denominator counts every rank's sum TP times over", built=True),
         ),
+        measured=True,
         built="complete",
     ),
     Axis(
@@ -257,7 +259,8 @@ LOGPROB: Final[tuple[Axis, ...]] = (
         plants=(
             Plant(id="head_fp32_one_sided", verdict="contract", what="one side's head writes float32 logits, the other's bf16", built=True),
         ),
-        built="contract_only",
+        measured=True,
+        built="complete",
     ),
     Axis(
         id="logprob.transform_chain",
@@ -288,7 +291,8 @@ LOGPROB: Final[tuple[Axis, ...]] = (
             Plant(id="soft_cap_missing", verdict="contract", what="one side leaves out the logit soft cap", built=True),
             Plant(id="cap_after_scale", verdict="contract", what="one side caps the logits after scaling them", built=True),
         ),
-        built="contract_only",
+        measured=True,
+        built="complete",
     ),
     Axis(
         id="logprob.selected_gather",
@@ -310,7 +314,8 @@ LOGPROB: Final[tuple[Axis, ...]] = (
             Plant(id="oov_target", verdict="contract", what="a target outside the vocabulary is scored", built=True),
             Plant(id="eos_logprob_zero", verdict="contract", what="the end token's log-prob is reported as exactly 0", built=True),
         ),
-        built="contract_only",
+        measured=True,
+        built="complete",
     ),
     Axis(
         id="logprob.head_gemm",
@@ -333,7 +338,8 @@ LOGPROB: Final[tuple[Axis, ...]] = (
                 id="head_row_off_by_one", verdict="contract", what="one side's head reads the hidden state of the row before", built=True
             ),
         ),
-        built="pin_only",
+        measured=True,
+        built="complete",
     ),
     Axis(
         id="logprob.fusion",
@@ -345,7 +351,8 @@ LOGPROB: Final[tuple[Axis, ...]] = (
         pins=("logprob",),
         measure="sweep block and chunk on the same logits or hidden states (expected 1.2e-6 to 1.6e-6 against float64)",
         hint="switch off the trainer's fused cross entropy",
-        built="pin_only",
+        measured=True,
+        built="complete",
     ),
     Axis(
         id="logprob.backward",

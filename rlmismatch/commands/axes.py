@@ -35,7 +35,7 @@ def command(axis: str | None, plants: bool, json_: bool) -> None:
         one = chosen[0]
         facts = {
             "knobs": _knobs(one.knobs),
-            "pin": one.pin or "none: contract only",
+            "pin": one.pin or "none",
             "measure": one.measure,
             "trap": one.trap or "none known",
             "structural zero": ", ".join(one.zero.values()) or "none",

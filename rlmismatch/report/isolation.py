@@ -13,7 +13,7 @@ from rlmismatch.report.numbers import NOT_MEASURED, number, percent, plural
 DIVERGING_SHOWN: Final = 6
 ALONE_LAST: Final = "alone: drift left when only this is pinned; last: drift that comes back when only this is released"
 # How the groups of axes without numbers are headed, in order.
-GROUPS: Final = ("differs", "unknown", "pinned", "equal", "contract only", "structural zero", "not run", "not built")
+GROUPS: Final = ("differs", "unknown", "measured", "pinned", "equal", "contract only", "structural zero", "not run", "not built")
 
 
 def attribution(a: AttributionInfo, verbose: bool) -> Section:
