@@ -78,11 +78,13 @@ def main() -> None:
     logprob_backward.fold_entropy(*logprob_backward.entropy_tiles(logits, columns=151936, temperature=0.7))
     for tokens in (1, 64, 512):
         q, k = torch.zeros(tokens, 16, 128, dtype=BF16), torch.zeros(tokens, 8, 128, dtype=BF16)
-        attention.causal(q, k, k, [0, tokens], scale=0.1)
+        attention.causal(q, k, k, (0, tokens), scale=0.1)
         cache = torch.zeros(8, 64, 8, 128, dtype=BF16)
-        attention.paged(q, cache, cache, torch.zeros(1, 8, dtype=torch.int32), [0, tokens], [tokens], scale=0.1)
+        attention.paged(q, cache, cache, torch.zeros(1, 8, dtype=torch.int32), (0, tokens), (tokens,), scale=0.1)
+    q, cache = torch.zeros(2, 16, 128, dtype=BF16), torch.zeros(64, 64, 8, 128, dtype=BF16)
+    attention.paged(q, cache, cache, torch.zeros(2, 32, dtype=torch.int32), (0, 1, 2), (2000, 900), scale=0.1)
     q = torch.zeros(70, 3, 64)
-    attention.causal(q, q, q, [0, 70], scale=0.1)
+    attention.causal(q, q, q, (0, 70), scale=0.1)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ _KERNELS = {
     "_entropy_tiles_kernel",
     "_fold_entropy_kernel",
     "_attention_kernel",
+    "_attention_merge_kernel",
 }
 
 
@@ -59,4 +60,4 @@ def test_matrix_products_use_the_tensor_cores(compiled: list[tuple[str, int, str
     on_tensor_cores = [name for name, _, ptx in compiled if "mma.sync" in ptx or "wgmma.mma_async" in ptx]
     assert on_tensor_cores.count("_descriptor_kernel") == 15
     assert on_tensor_cores.count("_pointer_kernel") == 3
-    assert on_tensor_cores.count("_attention_kernel") == 6
+    assert on_tensor_cores.count("_attention_kernel") == 7

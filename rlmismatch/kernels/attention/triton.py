@@ -1,37 +1,37 @@
-"""Triton kernel of `attention`: one body for dense and paged K and V."""
+"""Triton kernels of `attention`: one body for dense and paged K and V, whole rows or splits apart, and the merge of splits."""
 
+import functools
 import itertools
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
-from rlmismatch.kernels.attention import KV_TILE
-from rlmismatch.kernels.common.triton import INTERPRETED, TL_DTYPE, exp, log, round_to, storage, widen
+from rlmismatch.kernels.attention.fold import finish, join, step
+from rlmismatch.kernels.attention.order import LOG2_E, SPLIT, Scores, Segment, kv_tile
+from rlmismatch.kernels.common.triton import INTERPRETED, TL_DTYPE, round_to, storage, tanh, widen
 
-
-class _QueryBlock(NamedTuple):
-    """The query rows of one program: `rows` consecutive tokens of sequence `sequence`, from row `first_row` of q, at `first_position`.
-
-    `kv_start`: the row of the sequence's first token in dense K and V.
-    """
-
-    sequence: int
-    first_row: int
-    rows: int
-    first_position: int
-    kv_start: int
+_MERGE_ROWS = 16
+_FEW_PROGRAMS = 4 * 132  # below this, the splits of a row run in programs of their own
 
 
 def causal(
-    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, bounds: list[int], *, scale: float
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    bounds: tuple[int, ...],
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [T, Hq, D] in q's dtype, lse float32 [Hq, T])."""
-    lengths = [end - start for start, end in itertools.pairwise(bounds)]
+    scores = Scores(scale=scale, window=window, soft_cap=soft_cap)
+    segments = tuple(Segment(start, end - start, 0, start, 0, end - start) for start, end in itertools.pairwise(bounds))
     # Dense K and V are a cache whose only block is the whole batch.
-    k_1THD, v_1THD = widen(k_THD).unsqueeze(0), widen(v_THD).unsqueeze(0)
-    return _launch(q_THD, k_1THD, v_1THD, None, bounds, lengths, scale)
+    return _rows(q_THD, widen(k_THD).unsqueeze(0), widen(v_THD).unsqueeze(0), None, segments, scores, sinks_H)
 
 
 def paged(
@@ -39,19 +39,65 @@ def paged(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     table_SN: torch.Tensor,
-    bounds: list[int],
-    lengths: list[int],
+    bounds: tuple[int, ...],
+    lengths: tuple[int, ...],
     *,
     scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `causal`, K and V read through the block table."""
+    scores = Scores(scale=scale, window=window, soft_cap=soft_cap)
+    segments = tuple(
+        Segment(start, end - start, length - (end - start), 0, 0, length)
+        for (start, end), length in zip(itertools.pairwise(bounds), lengths, strict=True)
+    )
     if INTERPRETED.value:
         k_cache, v_cache, table_SN = _pages_in_use(k_cache, v_cache, table_SN, lengths)
-    return _launch(q_THD, k_cache, v_cache, table_SN, bounds, lengths, scale)
+    return _rows(q_THD, k_cache, v_cache, table_SN, segments, scores, sinks_H)
+
+
+def partials(
+    q_THD: torch.Tensor, k_NHD: torch.Tensor, v_NHD: torch.Tensor, segment: Segment, *, scores: Scores, split: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out float32 [J, T, Hq, D], lse float32 [J, Hq, T])."""
+    return _splits(q_THD, widen(k_NHD).unsqueeze(0), widen(v_NHD).unsqueeze(0), None, (segment,), scores, split)
+
+
+def merge(
+    out_JTHD: torch.Tensor, lse_JHT: torch.Tensor, sinks_H: torch.Tensor | None, *, out_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [T, Hq, D] in `out_dtype`, lse float32 [Hq, T])."""
+    splits, tokens, heads, head_dim = out_JTHD.shape
+    out_JTHD, lse_JHT = out_JTHD.contiguous(), lse_JHT.contiguous()
+    out_THD = torch.empty((tokens, heads, head_dim), dtype=storage(out_dtype), device=out_JTHD.device)
+    lse_HT = torch.empty((heads, tokens), dtype=torch.float32, device=out_JTHD.device)
+    if out_THD.numel():
+        _attention_merge_kernel[(triton.cdiv(tokens * heads, _MERGE_ROWS),)](
+            out_JTHD,
+            lse_JHT,
+            out_THD,
+            lse_HT,
+            None if sinks_H is None else widen(sinks_H),
+            splits,
+            tokens,
+            HEADS=heads,
+            HEAD_DIM=head_dim,
+            BLOCK_D=_block_d(head_dim),
+            BLOCK_R=_MERGE_ROWS,
+            num_warps=2,
+            enable_fp_fusion=False,
+        )
+    return out_THD.to(out_dtype), lse_HT
+
+
+def _block_d(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
 
 
 def _pages_in_use(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, table_SN: torch.Tensor, lengths: list[int]
+    k_cache: torch.Tensor, v_cache: torch.Tensor, table_SN: torch.Tensor, lengths: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Float32 copies of the blocks that the sequences own, strided like the originals, and the table that points into them.
 
@@ -66,87 +112,163 @@ def _pages_in_use(
     return k, v, table_SN
 
 
+@functools.lru_cache(maxsize=256)
+def _on_device(segments: tuple[Segment, ...], device: torch.device) -> torch.Tensor:
+    """[S, 6] int32, never written: the layers of one step share it, and only the first waits for the copy."""
+    return torch.tensor(segments, dtype=torch.int32).to(device)
+
+
+def _rows(
+    q_THD: torch.Tensor,
+    k_NBHD: torch.Tensor,
+    v_NBHD: torch.Tensor,
+    table_SN: torch.Tensor | None,
+    segments: tuple[Segment, ...],
+    scores: Scores,
+    sinks_H: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole rows: every split in one program where there are rows enough to fill the GPU, else one program a split and a merge."""
+    tokens, heads, head_dim = q_THD.shape
+    kv_heads = k_NBHD.shape[2]
+    block_m, _, _ = _tile(segments, heads // kv_heads, q_THD.element_size(), head_dim)
+    blocks = triton.cdiv(max((s.rows for s in segments), default=0), block_m // (heads // kv_heads))
+    if blocks * kv_heads * len(segments) < _FEW_PROGRAMS and _split_count(segments, scores, SPLIT)[1] > 1 and not INTERPRETED.value:
+        return merge(*_splits(q_THD, k_NBHD, v_NBHD, table_SN, segments, scores, SPLIT), sinks_H, out_dtype=q_THD.dtype)
+    out_THD = torch.empty(q_THD.shape, dtype=storage(q_THD.dtype), device=q_THD.device)
+    lse_HT = torch.empty((heads, tokens), dtype=torch.float32, device=q_THD.device)
+    _launch(q_THD, k_NBHD, v_NBHD, table_SN, segments, scores, sinks_H, out_THD, lse_HT, split=SPLIT, first_split=0, splits=1, apart=False)
+    return out_THD.to(q_THD.dtype), lse_HT
+
+
+def _splits(
+    q_THD: torch.Tensor,
+    k_NBHD: torch.Tensor,
+    v_NBHD: torch.Tensor,
+    table_SN: torch.Tensor | None,
+    segments: tuple[Segment, ...],
+    scores: Scores,
+    split: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The partials of all splits that hold a key of some segment."""
+    tokens, heads, head_dim = q_THD.shape
+    first, splits = _split_count(segments, scores, split)
+    out_JTHD = torch.empty((splits, tokens, heads, head_dim), dtype=torch.float32, device=q_THD.device)
+    lse_JHT = torch.empty((splits, heads, tokens), dtype=torch.float32, device=q_THD.device)
+    _launch(
+        q_THD,
+        k_NBHD,
+        v_NBHD,
+        table_SN,
+        segments,
+        scores,
+        None,
+        out_JTHD,
+        lse_JHT,
+        split=split,
+        first_split=first,
+        splits=splits,
+        apart=True,
+    )
+    return out_JTHD, lse_JHT
+
+
+def _split_count(segments: tuple[Segment, ...], scores: Scores, split: int) -> tuple[int, int]:
+    """(first split that holds a key, number of splits from there to the last)."""
+    first = min((s.kv_start // split for s in segments), default=0)
+    return first, max((triton.cdiv(s.kv_end, split) for s in segments), default=1) - first
+
+
 def _launch(
     q_THD: torch.Tensor,
     k_NBHD: torch.Tensor,
     v_NBHD: torch.Tensor,
     table_SN: torch.Tensor | None,
-    bounds: list[int],
-    lengths: list[int],
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, q_heads, head_dim = q_THD.shape
+    segments: tuple[Segment, ...],
+    scores: Scores,
+    sinks_H: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    split: int,
+    first_split: int,
+    splits: int,
+    apart: bool,
+) -> None:
+    tokens, heads, head_dim = q_THD.shape
     kv_heads = k_NBHD.shape[2]
-    group = q_heads // kv_heads
-    longest = max((end - start for start, end in itertools.pairwise(bounds)), default=0)
-    block_m, warps, stages = _tile(longest * group, group, q_THD.element_size(), head_dim)
-    blocks = _query_blocks(bounds, lengths, block_m // group)
-    out_THD = torch.empty(q_THD.shape, dtype=storage(q_THD.dtype), device=q_THD.device)
-    lse_HT = torch.empty((q_heads, tokens), dtype=torch.float32, device=q_THD.device)
-    if blocks:
-        q = widen(q_THD)
-        _attention_kernel[(len(blocks), kv_heads)](
-            q,
-            k_NBHD,
-            v_NBHD,
-            out_THD,
-            lse_HT,
-            torch.tensor(blocks, dtype=torch.int32, device=q.device),
-            lse_HT if table_SN is None else table_SN,
-            0 if table_SN is None else table_SN.stride(0),
-            0 if table_SN is None else table_SN.stride(1),
-            tokens,
-            *q.stride(),
-            *k_NBHD.stride(),
-            *v_NBHD.stride(),
-            scale,
-            HEAD_DIM=head_dim,
-            BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-            GROUP=group,
-            HEADS=q_heads,
-            PAGE=0 if table_SN is None else k_NBHD.shape[1],
-            KV_TILE=KV_TILE,
-            dtype=TL_DTYPE[q_THD.dtype],
-            BLOCK_M=block_m,
-            num_warps=warps,
-            num_stages=stages,
-            enable_fp_fusion=q_THD.dtype == torch.float32,  # a float32 dot is a chain of fused multiply-adds
-        )
-    return out_THD.to(q_THD.dtype), lse_HT
+    group = heads // kv_heads
+    block_m, warps, stages = _tile(segments, group, q_THD.element_size(), head_dim)
+    blocks = triton.cdiv(max((s.rows for s in segments), default=0), block_m // group)
+    if not blocks * splits:
+        return
+    q = widen(q_THD)
+    _attention_kernel[(blocks * splits, kv_heads, len(segments))](
+        q,
+        k_NBHD,
+        v_NBHD,
+        out,
+        lse,
+        None if sinks_H is None else widen(sinks_H),
+        _on_device(segments, q.device),
+        table_SN,
+        0 if table_SN is None else table_SN.stride(0),
+        0 if table_SN is None else table_SN.stride(1),
+        tokens,
+        first_split,
+        splits,
+        *q.stride(),
+        *k_NBHD.stride(),
+        *v_NBHD.stride(),
+        LOG2_E if scores.soft_cap else scores.scale * LOG2_E,
+        scores.scale / scores.soft_cap if scores.soft_cap else 0.0,
+        scores.soft_cap or 0.0,
+        scores.window or 0,
+        HEAD_DIM=head_dim,
+        BLOCK_D=_block_d(head_dim),
+        GROUP=group,
+        HEADS=heads,
+        PAGE=0 if table_SN is None else k_NBHD.shape[1],
+        TILE=kv_tile(head_dim, q_THD.dtype),
+        SPLIT=split,
+        APART=apart,
+        CAPPED=scores.soft_cap is not None,
+        WINDOWED=scores.window is not None,
+        dtype=TL_DTYPE[q_THD.dtype],
+        BLOCK_M=block_m,
+        num_warps=warps,
+        num_stages=stages,
+        enable_fp_fusion=q_THD.dtype == torch.float32,  # a float32 dot is a chain of fused multiply-adds
+    )
 
 
-def _tile(rows: int, group: int, element_size: int, head_dim: int) -> tuple[int, int, int]:
+def _tile(segments: Sequence[Segment], group: int, element_size: int, head_dim: int) -> tuple[int, int, int]:
     """(BLOCK_M, warps, stages): query rows (tokens times heads of a group) a program; no row's order of additions depends on it."""
     smallest = max(16, triton.next_power_of_2(group))
+    rows = group * max((s.rows for s in segments), default=0)
     if INTERPRETED.value:
         return max(64, smallest), 4, 1
-    if rows <= 16 or element_size == 4:  # a float32 dot takes the FMA units, where larger tiles spill
+    if element_size == 4:  # a float32 dot takes the FMA units, where larger tiles spill
         return smallest, 4, 2
     if rows <= 64 or head_dim > 128:
-        return max(64, smallest), 4, 2 if head_dim <= 128 else 1
+        return max(64, smallest), 4, 2
     return max(128, smallest), 8, 2
 
 
-def _query_blocks(bounds: list[int], lengths: list[int], block_rows: int) -> list[_QueryBlock]:
-    return [
-        _QueryBlock(s, start + done, min(block_rows, end - start - done), length - (end - start) + done, start)
-        for s, ((start, end), length) in enumerate(zip(itertools.pairwise(bounds), lengths, strict=True))
-        for done in range(0, end - start, block_rows)
-    ]
-
-
-@triton.jit
+@triton.jit(do_not_specialize=("first_split", "splits", "window", "tokens"))
 def _attention_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
     out_ptr,
     lse_ptr,
-    block_ptr,
+    sink_ptr,
+    segment_ptr,
     table_ptr,
     stride_table_s,
     stride_table_n,
     tokens,
+    first_split,
+    splits,
     stride_qt,
     stride_qh,
     stride_qd,
@@ -158,32 +280,54 @@ def _attention_kernel(
     stride_vb,
     stride_vh,
     stride_vd,
-    scale,
+    to_log2,
+    to_cap,
+    soft_cap,
+    window,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     PAGE: tl.constexpr,
-    KV_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    APART: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
     dtype: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Order: KV tiles [0, W), [W, 2W), .. ascending; in a tile q k over ascending d, weights and weights v over ascending position.
+    """Order: splits ascending; in a split KV tiles [0, W), [W, 2W), .. ascending; in a tile q k over ascending d, weights v by position.
 
-    A tile behind a row's own position leaves that row's state bit for bit as it was (factor 1, terms 0), so how many tiles a program visits
-    for the sake of its last row is no row's business. The row sum of the weights is a product with ones: tl.sum's order would
-    follow the layout of the tile, the order of a dot does not. Weights enter their product as two terms of the model dtype, so their
-    rounding is 2^-16 and not the model dtype's.
+    Programs (query block and split, KV head, segment), the longest rows first. APART: one split a program, its partial stored as it is;
+    else all of them, merged from (0, sink) or (0, -inf) on. A tile behind a row's own position leaves that row's state bit for bit as
+    it was (factor 1, terms 0), so how many tiles a program visits for the sake of its last row is no row's business.
     """
-    block_ptr += tl.program_id(0) * 5
-    sequence = tl.load(block_ptr)
-    first_row = tl.load(block_ptr + 1)
-    rows = tl.load(block_ptr + 2)
-    first_position = tl.load(block_ptr + 3)
-    kv_start = tl.load(block_ptr + 4)
+    segment_ptr += tl.program_id(2) * 6
+    rows = tl.load(segment_ptr + 1)
+    query_blocks = tl.cdiv(rows, BLOCK_M // GROUP)
+    block = tl.program_id(0)
+    split = 0
+    if APART:
+        split = first_split + block % splits
+        block = block // splits
+    if block >= query_blocks:
+        return
+    done = (query_blocks - 1 - block) * (BLOCK_M // GROUP)
+    rows = tl.minimum(rows - done, BLOCK_M // GROUP)
+    first_row = tl.load(segment_ptr) + done
+    first_position = tl.load(segment_ptr + 2) + done
+    kv_row = tl.load(segment_ptr + 3)
+    start = tl.load(segment_ptr + 4)
+    end = tl.minimum(tl.load(segment_ptr + 5), first_position + rows)
+    if WINDOWED:
+        start = tl.maximum(start, first_position - window + 1)
+    if APART:
+        start = tl.maximum(start, split * SPLIT)
+        end = tl.minimum(end, split * SPLIT + SPLIT)
     kv_head = tl.program_id(1)
 
-    # The heads that share one KV head stand side by side: one tile row is one head of one token.
+    # GROUP query heads share the K and V of one KV head: a tile row is one head of one token.
     m = tl.arange(0, BLOCK_M)
     query = m // GROUP
     head = kv_head * GROUP + m % GROUP
@@ -196,41 +340,86 @@ def _attention_kernel(
 
     k_ptr += kv_head * stride_kh
     v_ptr += kv_head * stride_vh
-    end = first_position + rows
     largest = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
-    total = tl.zeros((BLOCK_M, 16), dtype=tl.float32)
+    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-    for start in range(0, end, KV_TILE):
-        n = start + tl.arange(0, KV_TILE)
-        # Slots behind `end` may hold anything, NaN too: they are read as zero.
-        kv_mask = (n < end)[:, None] & (d < HEAD_DIM)[None, :]
+    whole = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    whole_lse = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
+    if sink_ptr is not None:
+        whole_lse = tl.load(sink_ptr + head, mask=live_M, other=-float("inf")).to(tl.float32)
+    for tile in range(start // TILE, tl.cdiv(tl.maximum(end, 0), TILE)):
+        n = tile * TILE + tl.arange(0, TILE)
+        # Slots outside [start, end) may hold anything, NaN too: they are read as zero.
+        held = (n >= start) & (n < end)
+        kv_mask = held[:, None] & (d < HEAD_DIM)[None, :]
         if PAGE > 0:
-            page = tl.load(table_ptr + sequence * stride_table_s + n // PAGE * stride_table_n, mask=n < end, other=0).to(tl.int64)
+            page = tl.load(table_ptr + tl.program_id(2) * stride_table_s + n // PAGE * stride_table_n, mask=held, other=0).to(tl.int64)
             k_offset = page * stride_kn + (n % PAGE) * stride_kb
             v_offset = page * stride_vn + (n % PAGE) * stride_vb
         else:
-            k_offset = (kv_start + n).to(tl.int64) * stride_kb
-            v_offset = (kv_start + n).to(tl.int64) * stride_vb
+            k_offset = (kv_row + n).to(tl.int64) * stride_kb
+            v_offset = (kv_row + n).to(tl.int64) * stride_vb
         k = tl.load(k_ptr + k_offset[:, None] + d[None, :] * stride_kd, mask=kv_mask, other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        score = tl.where(n[None, :] <= position[:, None], score, -float("inf"))
-        new_largest = tl.maximum(largest, tl.max(score, axis=1))
-        weight = exp(score - new_largest[:, None])
-        decay = exp(largest - new_largest)[:, None]
-        largest = new_largest
-
         v = tl.load(v_ptr + v_offset[:, None] + d[None, :] * stride_vd, mask=kv_mask, other=0.0)
-        ones = tl.full((KV_TILE, 16), 1.0, dtype=v.dtype)
-        high = round_to(weight, dtype)
-        total = tl.dot(high.to(v.dtype), ones, total * decay, input_precision="ieee")
-        acc = tl.dot(high.to(v.dtype), v, acc * decay, input_precision="ieee")
-        if dtype != tl.float32:
-            low = round_to(weight - high, dtype).to(v.dtype)
-            total = tl.dot(low, ones, total, input_precision="ieee")
-            acc = tl.dot(low, v, acc, input_precision="ieee")
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if CAPPED:
+            score = tanh(score * to_cap) * soft_cap
+        seen = held[None, :] & (n[None, :] <= position[:, None])
+        if WINDOWED:
+            seen = seen & (n[None, :] > position[:, None] - window)
+        score = tl.where(seen, score, -float("inf"))
+        weight, decay, largest = step(score, largest, to_log2)
+        total = tl.fma(total, decay, tl.sum(weight, axis=1))
+        acc = tl.dot(round_to(weight, dtype).to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        if not APART and (tile + 1) % (SPLIT // TILE) == 0:
+            part, part_lse = finish(acc, largest, total, to_log2)
+            whole, whole_lse = join(whole, whole_lse, part, part_lse)
+            acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+            total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+            largest = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
 
-    weight_sum = tl.max(total, axis=1)  # sixteen equal columns
-    out = tl.div_rn(acc, tl.zeros_like(acc) + weight_sum[:, None])
+    part, part_lse = finish(acc, largest, total, to_log2)
+    if APART:
+        whole, whole_lse = part, part_lse
+        out_ptr += (split - first_split).to(tl.int64) * tokens * HEADS * HEAD_DIM
+        lse_ptr += (split - first_split).to(tl.int64) * tokens * HEADS
+    else:
+        whole, whole_lse = join(whole, whole_lse, part, part_lse)
     out_ptrs = out_ptr + (row * HEADS + head)[:, None] * HEAD_DIM + d[None, :]
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=q_mask)
-    tl.store(lse_ptr + head * tokens + row, largest + log(weight_sum), mask=live_M)
+    tl.store(out_ptrs, whole.to(out_ptr.dtype.element_ty), mask=q_mask)
+    tl.store(lse_ptr + head * tokens + row, whole_lse, mask=live_M)
+
+
+@triton.jit(do_not_specialize=("splits", "tokens"))
+def _attention_merge_kernel(
+    part_ptr,
+    part_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    sink_ptr,
+    splits,
+    tokens,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Order: from (0, sink) or (0, -inf), the partials ascending."""
+    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    head = r % HEADS
+    at_lse = head * tokens + r // HEADS
+    live_R = r < tokens * HEADS
+    d = tl.arange(0, BLOCK_D)
+    at_out = r[:, None] * HEAD_DIM + d[None, :]
+    mask = live_R[:, None] & (d < HEAD_DIM)[None, :]
+    whole = tl.zeros((BLOCK_R, BLOCK_D), dtype=tl.float32)
+    whole_lse = tl.full((BLOCK_R,), -float("inf"), dtype=tl.float32)
+    if sink_ptr is not None:
+        whole_lse = tl.load(sink_ptr + head, mask=live_R, other=-float("inf")).to(tl.float32)
+    for j in range(splits):
+        offset = tl.cast(j, tl.int64) * tokens * HEADS
+        part_lse = tl.load(part_lse_ptr + offset + at_lse, mask=live_R, other=-float("inf"))
+        part = tl.load(part_ptr + offset * HEAD_DIM + at_out, mask=mask, other=0.0)
+        whole, whole_lse = join(whole, whole_lse, part, part_lse)
+    tl.store(out_ptr + at_out, whole.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(lse_ptr + at_lse, whole_lse, mask=live_R)
