@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from rlmismatch.kernels.attention.fold import finish, join, step
 from rlmismatch.kernels.attention.order import LOG2_E, SPLIT, Scores, Segment, kv_tile
+from rlmismatch.kernels.attention.triton_fold import finish, join, step
 from rlmismatch.kernels.common.triton import INTERPRETED, TL_DTYPE, round_to, storage, tanh, widen
 
 _MERGE_ROWS = 16
