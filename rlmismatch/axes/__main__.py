@@ -18,8 +18,9 @@ Tiers belong to fields. **I** identical: differs or missing, and the sides are n
 differs, or is unknown where it applies, and the contract fails. **R** recorded: shown, never compared for equality; an error over
 budget against the float64 oracle is a defect.
 
-Built: **complete** (its fields are read, its knobs work in both engines, and its numbers come from a pin or from measures) · **pin only** (the pin and its numbers are there,
-the knobs are not yet) · **contract only** (its fields are read and compared, nothing gives numbers) · **not built** (listed; asking for it by name exits 7).
+Built: **complete** (its fields are read, its knobs work in both engines, and its numbers come from a pin or from measures) · **pin
+only** (the pin and its numbers are there, the knobs are not yet) · **contract only** (its fields are read and compared, nothing gives
+numbers) · **not built** (listed; asking for it by name exits 7).
 """
 _COLUMNS = ("axis", "asks", "knobs", "fields", "pin", "structural zero", "trap", "plants", "built")
 
