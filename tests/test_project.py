@@ -29,7 +29,7 @@ HEAVY = {"megatron", "numpy", "rich", "safetensors", "torch", "transformers", "t
 # The only files that may import each of these, at module top or inside a function.
 HOMES = {
     "megatron": ("engines/megatron*.py", "pins/megatron*.py"),
-    "triton": ("kernels/*/triton.py",),
+    "triton": ("kernels/*/triton*.py",),
     "vllm": ("engines/vllm*.py", "pins/vllm*.py"),
 }
 
