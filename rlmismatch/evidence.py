@@ -94,6 +94,7 @@ class Evidence:
             trainer_tp=s.trainer_tp,
             rollout_tp=s.rollout_tp,
             sp=s.sp,
+            cp=s.cp,
             device=self.run["resolved"]["device"],
             num_heads=checkpoint["num_heads"],
             num_kv_heads=checkpoint["num_kv_heads"],
@@ -106,6 +107,8 @@ class Evidence:
     def comparisons(self) -> tuple[FieldComparison, ...]:
         """Every contract field of every axis that is built, compared."""
         declared = parse_declarations(self.settings.declare)
+        if self.settings.cp > 1:  # what the command line says of the ranks' tokens must not be untrue of the live ranks
+            declared["trainer"].setdefault("attention.merge_order:cp_partition", self.settings.cp_partition)
         sides: dict[SideName, dict[str, dict[str, Reading]]] = {}
         contradictions: set[str] = set()
         names: tuple[SideName, ...] = ("trainer", "rollout")
@@ -122,7 +125,7 @@ class Evidence:
             sides["trainer"],
             sides["rollout"],
             axes.contract_fields(built),
-            waivers=waivers | axes.implied_waivers(waivers, sides["trainer"], sides["rollout"]),
+            waivers=waivers | (axes.implied_waivers(waivers, sides["trainer"], sides["rollout"]) - contradictions),
             contradictions=contradictions,
             one_sided=axes.one_sided(built),
         )

@@ -65,7 +65,7 @@ class Run:
         sides = self._launches()
         self.progress.step("hashing the checkpoint's tensors")
         self._digests = self.inputs.checkpoint.digests(dtype=self.settings.dtype)
-        engines = " and ".join(f"{s.config.engine} (TP{s.config.tp}{'+SP' if s.config.sp else ''})" for s in sides)
+        engines = " and ".join(f"{s.config.engine} (TP{s.config.tp}{'+SP' if s.config.sp else ''}{f' CP{s.config.cp}' if s.config.cp > 1 else ''})" for s in sides)
         self.progress.step(f"starting {engines}{'' if self.inputs.together else ', one after the other'}")
         self._fleet = Fleet(self.controller, sides, together=self.inputs.together)
         self._fleet.start()
@@ -95,6 +95,9 @@ class Run:
             engine="megatron",
             tp=s.trainer_tp,
             sp=s.sp,
+            cp=s.cp,
+            cp_partition=s.cp_partition,
+            cp_comm_type=s.cp_comm_type,
             dtype=s.trainer_dtype or s.dtype,
             trainer_spec=s.trainer_spec,
             vocab_padding_policy=s.vocab_padding_policy,

@@ -27,6 +27,9 @@ class Settings:
     trainer_tp: int = 1
     rollout_tp: int = 1
     sp: bool = False
+    cp: int = 1
+    cp_partition: Literal["zigzag", "contiguous"] = "zigzag"
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = None
     dtype: Dtype = "bfloat16"
     trainer_dtype: Dtype | None = None
     rollout_dtype: Dtype | None = None
@@ -73,7 +76,7 @@ class Settings:
     @property
     def world_size(self) -> int:
         """Ranks that the larger side needs."""
-        return max(self.trainer_tp, self.rollout_tp)
+        return max(self.trainer_tp * self.cp, self.rollout_tp)
 
     def knobs_of(self, side: str) -> dict[str, str]:
         """Knob -> value on `side`: those for both sides, and over them those given for this side (``trainer.logprob.head_dtype``)."""

@@ -92,6 +92,7 @@ CAUSAL_ORDER: Final[tuple[str, ...]] = (
 
 _FLAGS: Final = "gemm.runtime_flags"
 _TP_KEY: Final = f"{_FLAGS}:tensor_parallel_size"
+_CP_KEY: Final = "attention.provenance:context_parallel_size"
 
 
 def by_id(axis_id: str) -> Axis:
@@ -167,11 +168,12 @@ def implied_waivers(waivers: Collection[str], trainer: Readings, rollout: Readin
     """The further ``"axis:field"`` keys that must be waived because of what is waived already, or of what a side does not have.
 
     A waived field waives the fields that state the same fact again. Unequal TP, once waived, waives the fields that apply only above TP1
-    where exactly one side has TP1.
+    where exactly one side has TP1; unequal CP likewise.
     """
     implied = {f"{a.id}:{name}" for a in ALL for name, origins in a.mirrors.items() if not set(origins).isdisjoint(waivers)}
-    if _TP_KEY in waivers:
-        implied |= {f"{a.id}:{name}" for a in ALL for name in a.only_with_tp if _on_one_side_only(a.id, name, trainer, rollout)}
+    sized = [(a.id, name) for a in ALL if _TP_KEY in waivers for name in a.only_with_tp]
+    sized += [(a.id, name) for a in ALL if _CP_KEY in waivers for name in a.only_with_cp]
+    implied |= {f"{axis}:{name}" for axis, name in sized if _on_one_side_only(axis, name, trainer, rollout)}
     return frozenset(implied - set(waivers))
 
 

@@ -264,6 +264,7 @@ ATTENTION: Final[tuple[Axis, ...]] = (
         asks="CP transport, split-K tiling, backend-local order, or the online-softmax merge order?",
         spec=AttentionReductionSpec,
         field_names=("global_block_index", "acc_dtype", "merge_order", "cp_partition", "cp_comm_type", "split_kv_policy", "engine"),
+        only_with_cp=("global_block_index", "acc_dtype", "merge_order", "cp_partition"),
         knobs={
             "attention.merge_order": ("native", "global_block_index"),
             "attention.split_kv_policy": ("auto", "1", "2", "4"),
@@ -272,12 +273,14 @@ ATTENTION: Final[tuple[Axis, ...]] = (
         measure="captured partials in all or sampled orders -> envelope; fixed fold; float64; forced splits on the same Q/K/V",
         hint="merge partial results in global block order, and partition the sequence the same way on both sides",
         zero={"no_merge": "CP1 on the trainer, one split on the rollout: nothing is merged"},
+        built="contract_only",
         plants=(
             Plant(
                 id="cp_contiguous_vs_zigzag",
                 verdict="contract",
                 what="context-parallel ranks hold contiguous pieces where zigzag ones are declared",
                 sides=("trainer",),
+                built=True,
             ),
             Plant(id="merge_arrival_order", verdict="contract", what="partial outputs are merged as they arrive"),
         ),

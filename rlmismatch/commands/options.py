@@ -50,6 +50,19 @@ _SIDES = [
     click.option(
         "--sp/--no-sp", default=False, show_default=True, help="Sequence parallelism in the trainer (needs --trainer-tp 2 or more)."
     ),
+    click.option("--cp", type=click.IntRange(1), default=1, show_default=True, help="Context-parallel ranks of the trainer, times --trainer-tp."),
+    click.option(
+        "--cp-partition",
+        type=click.Choice(["zigzag", "contiguous"]),
+        default="zigzag",
+        show_default=True,
+        help="Which tokens a context-parallel rank holds.",
+    ),
+    click.option(
+        "--cp-comm-type",
+        type=click.Choice(["p2p", "all_gather", "a2a"]),
+        help="How K and V travel between them. Default: p2p under --trainer-spec te, else all_gather.",
+    ),
     click.option("--dtype", type=_DTYPES, default="bfloat16", show_default=True, help="Model dtype of both sides."),
     click.option("--trainer-dtype", type=_DTYPES, help="Model dtype of the trainer alone."),
     click.option("--rollout-dtype", type=_DTYPES, help="Model dtype of the rollout alone."),
@@ -217,6 +230,8 @@ def settings_of(
         raise UsageError("prompts-and-rollout", "--prompts and --rollout exclude each other", hint="a rollout file holds its prompts")
     if settings.sp and settings.trainer_tp == 1:
         raise UsageError("sp-needs-tp", "--sp needs --trainer-tp of at least 2")
+    if settings.cp == 1 and (settings.cp_comm_type or settings.cp_partition != "zigzag"):
+        raise UsageError("cp-options-need-cp", "--cp-partition and --cp-comm-type need --cp of at least 2")
     for axis in settings.axis:
         axes.by_id(axis)
     for key in (*settings.waive, *(key for side in parse_declarations(settings.declare).values() for key in side)):

@@ -18,6 +18,7 @@ from rlmismatch.checkpoint import Checkpoint, digest
 from rlmismatch.contract import Reading
 from rlmismatch.engines import (
     logprob_knobs,
+    megatron_cp,
     megatron_knobs,
     megatron_model,
     megatron_plants,
@@ -30,6 +31,7 @@ from rlmismatch.engines.megatron_knobs import TrainerKnobs
 from rlmismatch.engines.protocol import Arm, ArmResult, SideConfig
 from rlmismatch.errors import UsageError
 from rlmismatch.pins.collectives import TpGroup
+from rlmismatch.pins.context_parallel import ContextParallel
 from rlmismatch.pins.hooks import OpSwitch, Recorder, installed
 from rlmismatch.pins.megatron import TrainerOps
 from rlmismatch.pins.megatron_logprob import HeadSettings, LossSettings, VocabShard
@@ -54,27 +56,27 @@ class MegatronEngine:
         Raises UsageError for what is not built or does not fit, EnvironmentUnfitError if the TE spec can not run here.
         """
         config = self.config
-        if config.cp > 1:
-            raise UsageError(
-                "trainer-cp-not-built", f"context parallelism is not built yet (cp {config.cp})", where="trainer", hint="use cp 1"
-            )
         checkpoint = Checkpoint.open(config.ckpt)
         self.model = checkpoint.config
         self.model.check_fits(config.tp, side="trainer", sp=config.sp)
+        megatron_cp.check(config, self.model)
         self.plants = megatron_plants.chosen(config, self.model)
 
         from megatron.core import parallel_state, tensor_parallel
 
         if config.device == "cpu":
             self._standing.enter_context(megatron_model.cpu_shims())
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=config.tp)
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=config.tp, context_parallel_size=config.cp)
         self._standing.callback(parallel_state.destroy_model_parallel)
         if config.device == "cuda":
             tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
         torch.manual_seed(config.seed)
-        group = parallel_state.get_tensor_model_parallel_group()
-        self.tp = TpGroup(group=group, size=group.size(), rank=group.rank())
-        self.gpt = megatron_model.build_model(config, self.model)
+        self.tp = _ranks(parallel_state.get_tensor_model_parallel_group())
+        # Which tokens this rank is handed, and which ones rotary embedding and attention take them for: one thing, but for a plant.
+        declared = ContextParallel(ranks=_ranks(parallel_state.get_context_parallel_group()), partition=config.cp_partition)
+        self.cp = megatron_plants.held_tokens(declared, self.plants)
+        self.gpt = megatron_model.build_model(config, self.model, declared)
+        self._standing.enter_context(installed(megatron_cp.rope_patches(config, declared)))
         self._standing.callback(megatron_model.clear_rope_cache, self.gpt)
         megatron_weights.load(self.gpt, checkpoint, tp=self.tp, te=config.trainer_spec == "te", dtype=config.dtype)
         self.shard = VocabShard(tp=self.tp, vocab_size=self.model.vocab_size, padded_vocab_size=self.gpt.vocab_size)
@@ -93,6 +95,7 @@ class MegatronEngine:
                 inv_freq=self.model.rope.inv_freq(self.model.head_dim).to(self.device),
                 chain=logprob_knobs.chain_of(config),
                 head=self._head_settings(),
+                cp=declared,
             ),
             self.shard,
         )
@@ -116,6 +119,8 @@ class MegatronEngine:
                 scores[sequence.id] = self._score(sequence)
         result.scores = dict.fromkeys(arm.paths, scores)
         result.calls = {pin: switch.calls[pin] for pin in sorted(arm.pins)}
+        if self.config.cp > 1 and self.config.trainer_spec == "local":
+            result.notes.append(megatron_cp.PINNED_ONLY)
         result.notes += [f"hook {label} was installed and never called" for label in counter.silent()]
         if arm.probe == "local":
             result.local = switch.recorder.local_errors(self.tp.group)
@@ -177,22 +182,29 @@ class MegatronEngine:
         return dataclasses.replace(loss, padding=padding, chain=logprob_knobs.planted_chain(loss.chain, self.plants))
 
     def forward(self, token_ids: Seq[int], labels: Seq[int] | None) -> torch.Tensor:
-        """float32 [S] loss per position, or without labels logits [S, V / tp]; S is padded on the right to a multiple of TP under SP.
+        """float32 [S] loss per position, or without labels logits [S, V / tp], of the whole sequence on every rank.
 
-        Causal attention keeps the padding from reaching any real token.
+        S is padded on the right to a multiple of 2 CP under context parallelism, times TP under SP. Causal attention keeps the padding
+        from reaching any real token.
         """
-        padding = -len(token_ids) % self.tp.size if self.config.sp else 0
-        ids = torch.tensor([[*token_ids, *[0] * padding]], device=self.device)
-        length = ids.shape[1]
+        padding = -len(token_ids) % (self.cp.multiple * (self.tp.size if self.config.sp else 1))
+        filling = [0] * padding
+
+        def own(ids: Seq[int]) -> torch.Tensor:
+            return self.cp.own(torch.tensor([[*ids, *filling]], device=self.device), dim=1)
+
+        length = len(token_ids) + padding
+        # Without a mask Megatron's own attention would build one on the GPU; Transformer Engine's, and ours, know the mask by themselves.
+        mask = megatron_model.causal_mask(length, self.device) if self.config.trainer_spec == "local" and self.cp.size == 1 else None
         self.ops.begin(len(token_ids))
         with torch.no_grad():
             out = self.gpt(
-                ids,
-                torch.arange(length, device=self.device)[None],
-                None if self.config.trainer_spec == "te" else megatron_model.causal_mask(length, self.device),
-                labels=None if labels is None else torch.tensor([[*labels, *[0] * padding]], device=self.device),
+                own(token_ids),
+                own(range(length - padding)),
+                mask,
+                labels=None if labels is None else own(labels),
             )
-        return out[0]  # type: ignore[no-any-return]
+        return self.cp.whole(out[0])
 
     def _score(self, sequence: Sequence) -> torch.Tensor:
         """float64 [len(response_ids)] on the CPU, nats: position t's loss is of token t + 1."""
@@ -239,3 +251,7 @@ class MegatronEngine:
                     "token-outside-vocabulary",
                     f"sequence {sequence.id!r} holds token id {bad[0]}, the vocabulary has {self.model.vocab_size}",
                 )
+
+
+def _ranks(group: torch.distributed.ProcessGroup) -> TpGroup:
+    return TpGroup(group=group, size=group.size(), rank=group.rank())

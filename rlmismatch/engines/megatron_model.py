@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from rlmismatch.engines import megatron_cp
 from rlmismatch.engines.protocol import SideConfig
 from rlmismatch.errors import EnvironmentUnfitError
+from rlmismatch.pins.context_parallel import ContextParallel
 from rlmismatch.pins.hooks import Patch, installed
 
 if TYPE_CHECKING:
@@ -86,7 +89,7 @@ def have_transformer_engine() -> bool:
     return True
 
 
-def build_model(config: SideConfig, model: ModelConfig) -> Any:
+def build_model(config: SideConfig, model: ModelConfig, cp: ContextParallel) -> Any:
     """A GPTModel in eval mode with weights not yet loaded, on this rank's device. parallel_state must be initialised.
 
     Raises EnvironmentUnfitError if the TE spec is asked for and can not run here.
@@ -104,6 +107,9 @@ def build_model(config: SideConfig, model: ModelConfig) -> Any:
         )
     transformer_config = _transformer_config(config, model)
     layer, final_norm = (_te_spec if te else _local_spec)(model)
+    if cp.size > 1 and not te:
+        core = functools.partial(megatron_cp.ContextParallelAttention, cp=cp, impl=config.impl)
+        layer.submodules.self_attention.submodules.core_attention = core
     # A second model in one process would find the choice of the first in these and refuse its own.
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         os.environ.pop(name, None)
@@ -160,6 +166,7 @@ def _transformer_config(config: SideConfig, model: ModelConfig) -> Any:
             ffn_hidden_size=model.intermediate_size,
             tensor_model_parallel_size=config.tp,
             context_parallel_size=config.cp,
+            cp_comm_type=megatron_cp.comm_type(config) if config.cp > 1 else None,
             sequence_parallel=config.sp,
             normalization="RMSNorm",
             layernorm_epsilon=model.rms_eps,

@@ -19,6 +19,7 @@ from rlmismatch.engines.logprob_plants import SAYS_EOS, SAYS_OOV, SAYS_SHIFT
 from rlmismatch.engines.megatron_model import set_inv_freq
 from rlmismatch.engines.protocol import SideConfig
 from rlmismatch.errors import UsageError
+from rlmismatch.pins.context_parallel import ContextParallel
 from rlmismatch.pins.hooks import Patch
 from rlmismatch.pins.megatron import native_row_partial
 from rlmismatch.pins.megatron_logprob import VocabShard
@@ -55,6 +56,7 @@ class TrainerPlant:
     # (axis, field) -> what an honest adapter would report of it, where nothing in the live engine shows it.
     says: Mapping[tuple[str, str], Any] = field(default_factory=dict)
     specs: tuple[str, ...] = ("local", "te")
+    with_cp: bool = True  # whether it keeps its meaning where ranks share the sequence
 
 
 def chosen(config: SideConfig, model: ModelConfig) -> Mapping[str, TrainerPlant]:
@@ -66,9 +68,16 @@ def chosen(config: SideConfig, model: ModelConfig) -> Mapping[str, TrainerPlant]
         reason = plant.refuse(config, model)
         if config.trainer_spec not in plant.specs:
             reason = f"it is not built for the trainer spec {config.trainer_spec!r}"
+        if config.cp > 1 and not plant.with_cp:
+            reason = "it is not built for context parallelism"
         if reason is not None:
             raise UsageError("plant-without-effect", f"plant {name} can not be put into this trainer: {reason}", where="trainer")
     return {name: PLANTS[name] for name in config.plants}
+
+
+def held_tokens(declared: ContextParallel, plants: Mapping[str, TrainerPlant]) -> ContextParallel:
+    """Which tokens each rank is handed: those of the partition that rotary embedding and attention go by, but for a plant."""
+    return dataclasses.replace(declared, partition="contiguous") if "cp_contiguous_vs_zigzag" in plants else declared
 
 
 def overridden(readings: dict[str, dict[str, Reading]], plants: Mapping[str, TrainerPlant]) -> None:
@@ -202,7 +211,7 @@ PLANTS: Mapping[str, TrainerPlant] = {
         refuse=lambda config, model: None if model.qk_norm else "the model has no q/k-norm",
     ),
     "rope_theta": TrainerPlant(what="the rotary base is a tenth of the checkpoint's", apply=_rope_theta),
-    "dropout_on": TrainerPlant(what="train mode with dropout 0.1 on attention and residuals", apply=_dropout_on, specs=("local",)),
+    "dropout_on": TrainerPlant(what="train mode with dropout 0.1 on attention and residuals", apply=_dropout_on, specs=("local",), with_cp=False),
     "two_bos": TrainerPlant(what="the first token stands twice; the worker, which hands out the tokens, puts it in"),
     "temperature_not_applied": TrainerPlant(
         what="logits are not divided by the temperature; the engine leaves the setting out",
@@ -219,6 +228,7 @@ PLANTS: Mapping[str, TrainerPlant] = {
         what="attention rounds its running output to bfloat16 after every block of keys",
         apply=_attention_bf16,
         says={("attention.precision", "accum_dtype"): "bfloat16"},
+        with_cp=False,
     ),
     "forward_reduce_bf16_accumulate": TrainerPlant(
         what="the sum over ranks behind a row-parallel layer runs in bfloat16",
@@ -251,6 +261,7 @@ PLANTS: Mapping[str, TrainerPlant] = {
         what="every row of logits scores the token before",
         apply=lambda site: faults.shift_by_one(site.gpt, site.shard),
         says=SAYS_SHIFT,
+        with_cp=False,
     ),
     "double_owner": TrainerPlant(what="two ranks supply the target's logit", apply=lambda site: faults.double_owner(site.gpt, site.shard)),
     "oov_target": TrainerPlant(what="a target counts as outside the vocabulary and is reported as 0; the worker puts it in", says=SAYS_OOV),
@@ -258,6 +269,17 @@ PLANTS: Mapping[str, TrainerPlant] = {
     "head_row_off_by_one": TrainerPlant(
         what="the head reads the hidden state of the row before",
         apply=lambda site: faults.head_row_off_by_one(site.gpt, site.shard),
+        with_cp=False,
+    ),
+    "cp_contiguous_vs_zigzag": TrainerPlant(
+        what="context-parallel ranks are handed contiguous pieces, and rotary embedding and attention take them for zigzag ones",
+        refuse=lambda config, model: (
+            "one rank holds the whole sequence"
+            if config.cp == 1
+            else "the pieces are to be contiguous"
+            if config.cp_partition == "contiguous"
+            else None
+        ),
     ),
     "zero_grad_non_owner": TrainerPlant(
         what="ranks that do not own the target get no gradient",

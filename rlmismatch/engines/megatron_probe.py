@@ -48,8 +48,8 @@ def watching_head(engine: MegatronEngine) -> Iterator[HeadRows]:
         def forward_impl(input: torch.Tensor, **rest: Any) -> torch.Tensor:
             out: torch.Tensor = native(input=input, **rest)
             whole = torch.cat(engine.tp.gathered(input)) if rest["sequence_parallel"] else input
-            rows.hidden.append(whole[:, 0].clone())
-            rows.logits.append(torch.cat(engine.tp.gathered(out[:, 0]), dim=-1))
+            rows.hidden.append(engine.cp.whole(whole[:, 0]).clone())
+            rows.logits.append(engine.cp.whole(torch.cat(engine.tp.gathered(out[:, 0]), dim=-1)))
             return out
 
         return forward_impl

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlmismatch.contract import not_applicable, read, unknown
-from rlmismatch.engines import megatron_plants, megatron_trials
+from rlmismatch.engines import megatron_cp, megatron_plants, megatron_trials
 from rlmismatch.engines.megatron_evidence import (
     Fields,
     by_table,
@@ -40,16 +40,7 @@ def read_all(engine: MegatronEngine) -> dict[str, Fields]:
         "gemm.forward_reduce": _forward_reduce(engine),
         "gemm.wgrad_accumulate": forward_only("accum_dtype", "main_grad_dtype", "fusion"),
         **attention_readings(engine),
-        "attention.merge_order": fill(
-            not_applicable("CP1, one split"),
-            "global_block_index",
-            "acc_dtype",
-            "merge_order",
-            "cp_partition",
-            "cp_comm_type",
-            "split_kv_policy",
-            "engine",
-        ),
+        "attention.merge_order": megatron_cp.merge_readings(engine),
         "attention.precision": _attention_precision(engine),
         "attention.backend_reuse": fill(
             not_applicable("no other backend was asked to stand in"), "backend_candidate", "library_version", "backend_capability"
@@ -126,6 +117,8 @@ def _attention_precision(engine: MegatronEngine) -> Fields:
     core = engine.gpt.decoder.layers[0].self_attention.core_attention
     local = engine.config.trainer_spec == "local"
     dtype, source = engine.config.dtype, "transformer/dot_product_attention.py: baddbmm, softmax, bmm" if local else "transformer_engine"
+    if local and engine.cp.size > 1:
+        return megatron_cp.precision_readings(engine)
     softmax = "float32" if not local or core.scale_mask_softmax.softmax_in_fp32 else dtype
     return {
         "accum_dtype": by_table("float32", source),

@@ -34,7 +34,9 @@ class SideConfig:
     ckpt: str
     tp: int = 1
     sp: bool = False
-    cp: int = 1
+    cp: int = 1  # context-parallel ranks of the trainer: they share the sequence
+    cp_partition: Literal["zigzag", "contiguous"] = "zigzag"
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = None  # None: the layer spec's own
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     device: Literal["cpu", "cuda"] = "cpu"
     impl: Impl = "reference"

@@ -45,7 +45,8 @@ class TrainerOps:
         self._rope_calls = 0
         self._gate_up_SBI2: dict[int, torch.Tensor] = {}
         self._head_input: HeadInput | None = None
-        self._row_split: Split = "rows" if shape.sp else "whole"
+        # Under context parallelism a probe looks at the whole sequence: a rank's rows are no slice of it.
+        self._row_split: Split = "rows" if shape.sp and shape.cp.size == 1 else "whole"
         self._qkv_columns = shape.qkv_columns(self.tp)
         # With more ranks than kv heads several ranks hold one head; the first of them speaks for it.
         self._owns_kv = self.tp.size <= shape.num_kv_heads or self.tp.rank % (self.tp.size // shape.num_kv_heads) == 0
@@ -95,23 +96,29 @@ class TrainerOps:
 
     def _rows(self, x_sBN: torch.Tensor) -> torch.Tensor:
         """[rows, N] of the residual stream: this rank's slice of the sequence under SP, all of it otherwise, without the padding."""
+        if self.shape.cp.size > 1:
+            return self._whole(torch.cat(self.tp.gathered(x_sBN)) if self.shape.sp else x_sBN)
         start = x_sBN.shape[0] * self.tp.rank if self.shape.sp else 0
         return x_sBN[: max(0, self._tokens - start), 0]
 
+    def _whole(self, x_SBN: torch.Tensor) -> torch.Tensor:
+        """[T, ...]: the rows of every token in order of position, from this rank's share of the sequence, without the padding."""
+        return self.shape.cp.whole(x_SBN)[: self._tokens, 0]
+
     def _heads(self, x_SBHD: torch.Tensor, owns: bool = True) -> torch.Tensor:
-        x_THD = x_SBHD[: self._tokens, 0]
+        x_THD = self._whole(x_SBHD)
         return x_THD if owns else x_THD[:, :0]
 
     def _qkv_parts(self, here: str, y_SBN: torch.Tensor) -> Parts:
-        rows_TN = y_SBN[: self._tokens, 0]
+        rows_TN = self._whole(y_SBN)
         return {f"{here}.{name}_proj": rows_TN[:, columns] for name, columns in self._qkv_columns.items()}
 
     def _gate_up_parts(self, here: str, y_SBN: torch.Tensor) -> Parts:
-        gate_TI, up_TI = y_SBN[: self._tokens, 0].chunk(2, dim=-1)
+        gate_TI, up_TI = self._whole(y_SBN).chunk(2, dim=-1)
         return {f"{here}.gate_proj": gate_TI, f"{here}.up_proj": up_TI}
 
     def _head_parts(self, y_SBV: torch.Tensor) -> Parts:
-        return {"lm_head": y_SBV[: self._tokens, 0, : self.shard.real_width]}
+        return {"lm_head": self._whole(y_SBV)[:, : self.shard.real_width]}
 
     def _own_slice(self, x_SBH: torch.Tensor) -> torch.Tensor:
         return x_SBH.chunk(self.tp.size)[self.tp.rank].contiguous() if self.shape.sp else x_SBH
@@ -248,7 +255,7 @@ class TrainerOps:
             native=lambda: native_SBI,
             pinned=lambda: swiglu.swiglu_packed(gate_up(), impl=self.shape.impl),
             exact=lambda: swiglu_fp64.swiglu(*gate_up().chunk(2, dim=-1), out_dtype=torch.float64),
-            parts=lambda y: {f"layers.{layer}.activation": y[: self._tokens, 0]},
+            parts=lambda y: {f"layers.{layer}.activation": self._whole(y)},
             split="columns",
         )
 
@@ -318,7 +325,8 @@ class TrainerOps:
                 layer, is_k = divmod(self._rope_calls, 2)
                 self._rope_calls += 1
                 x_THD = t[:, 0]
-                positions_T = torch.arange(t.shape[0], device=t.device)
+                cp = self.shape.cp
+                positions_T = cp.positions(t.shape[0] * cp.size).to(t.device)
                 name, owns = (f"layers.{layer}.k_rope", self._owns_kv) if is_k else (f"layers.{layer}.q_rope", True)
 
                 def pinned() -> torch.Tensor:
@@ -344,17 +352,27 @@ class TrainerOps:
     def _attention(self, switch: OpSwitch, module: Any, name: str) -> Patch:
         def make(native: Native) -> Native:
             def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-                q_THD, k_THD, v_THD = query[:, 0], key[:, 0], value[:, 0]
-                bounds, scale = [0, query.shape[0]], self.shape.softmax_scale
+                qkv, scale, cp = (query[:, 0], key[:, 0], value[:, 0]), self.shape.softmax_scale, self.shape.cp
+                bounds = [0, query.shape[0]]
 
                 def packed(out_THD: torch.Tensor) -> torch.Tensor:
                     return out_THD.flatten(1)[:, None]
 
+                def pinned() -> torch.Tensor:
+                    if cp.size > 1:
+                        return packed(cp.attend(attention.paged, *qkv, scale=scale, impl=self.shape.impl))
+                    return packed(attention.causal(*qkv, bounds, scale=scale, impl=self.shape.impl).out_THD)
+
+                def exact() -> torch.Tensor:
+                    if cp.size > 1:
+                        return packed(cp.attend(attention_fp64.paged, *qkv, scale=scale, out_dtype=torch.float64))
+                    return packed(attention_fp64.causal(*qkv, bounds, scale=scale, out_dtype=torch.float64)[0])
+
                 return switch.run(
                     "attention",
                     native=lambda: native(query, key, value, *args, **kwargs),
-                    pinned=lambda: packed(attention.causal(q_THD, k_THD, v_THD, bounds, scale=scale, impl=self.shape.impl).out_THD),
-                    exact=lambda: packed(attention_fp64.causal(q_THD, k_THD, v_THD, bounds, scale=scale, out_dtype=torch.float64)[0]),
+                    pinned=pinned,
+                    exact=exact,
                     parts=lambda y: {name: self._heads(y.view(*y.shape[:2], -1, self.shape.head_dim))},
                     split="columns",
                 )
@@ -386,7 +404,7 @@ class TrainerOps:
                     exact=lambda: (
                         -exact_logprob(self._exact_logits(settings, logits[:, 0]), labels[0], chain=shape.chain, shard=shard)[None]
                     ),
-                    parts=lambda y: {"logprob": comparable(-y[0, : self._tokens - 1])},
+                    parts=lambda y: {"logprob": comparable(-self.shape.cp.whole(y[0])[: self._tokens - 1])},
                     split="whole",
                 )
 

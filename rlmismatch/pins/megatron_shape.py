@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from rlmismatch.pins.collectives import TpGroup
+from rlmismatch.pins.context_parallel import ContextParallel
 from rlmismatch.pins.megatron_logprob import HeadSettings, Impl
 from rlmismatch.transforms import Chain
 
@@ -24,6 +25,7 @@ class TrainerShape:
     inv_freq: torch.Tensor  # float32 [D / 2], on the device
     chain: Chain  # what the run asks to be done to the logits
     head: HeadSettings = HeadSettings()  # noqa: RUF009 - frozen
+    cp: ContextParallel = ContextParallel()  # noqa: RUF009 - frozen
 
     @property
     def softmax_scale(self) -> float:

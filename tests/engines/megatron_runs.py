@@ -58,7 +58,7 @@ REFUSED = (  # (what is wrong, SideConfig fields)
     ("plant-without-effect", {"plants": ("untied_head",)}),
     ("plant-without-effect", {"plants": ("temperature_not_applied",)}),
     ("plant-without-effect", {"plants": ("forward_reduce_bf16_accumulate",)}),
-    ("trainer-cp-not-built", {"cp": 2}),
+    ("context-parallel-does-not-fit", {"cp": 2, "cp_comm_type": "p2p"}),
     ("checkpoint-does-not-fit-tp", {"tp": 3}),
     ("transformer-engine-not-usable", {"trainer_spec": "te"}),
 )
