@@ -65,7 +65,7 @@ class Run:
         sides = self._launches()
         self.progress.step("hashing the checkpoint's tensors")
         self._digests = self.inputs.checkpoint.digests(dtype=self.settings.dtype)
-        engines = " and ".join(f"{s.config.engine} (TP{s.config.tp}{'+SP' if s.config.sp else ''}{f' CP{s.config.cp}' if s.config.cp > 1 else ''})" for s in sides)
+        engines = " and ".join(f"{s.config.engine} ({s.config.layout})" for s in sides)
         self.progress.step(f"starting {engines}{'' if self.inputs.together else ', one after the other'}")
         self._fleet = Fleet(self.controller, sides, together=self.inputs.together)
         self._fleet.start()

@@ -63,6 +63,7 @@ CASES: dict[str, tuple[list[str], str, str]] = {
     "rollout of another length": (["--ckpt", TINY, "--rollout", "{short}"], "rollout-malformed", "1 recorded log-probs for 2"),
     "heads do not fit": (["--ckpt", TINY, "--trainer-tp", "3"], "checkpoint-does-not-fit-tp", "8"),
     "sp without tp": (["--ckpt", TINY, "--sp"], "sp-needs-tp", "--trainer-tp"),
+    "cp options without cp": (["--ckpt", TINY, "--cp-partition", "contiguous"], "cp-options-need-cp", "--cp of at least 2"),
     "axis unknown": (["--ckpt", TINY, "--axis", "model.nrom"], "axis-unknown", "model.norm"),
     "waiver unknown": (["--ckpt", TINY, "--waive", "model.norm:epsilon"], "field-unknown", "model.norm:eps"),
     "declaration malformed": (["--ckpt", TINY, "--declare", "model.norm"], "declaration-malformed", "AXIS:FIELD=VALUE"),

@@ -253,6 +253,7 @@ ATTENTION: Final[tuple[Axis, ...]] = (
         asks="Is the (out, lse) mismatch a missing LSE, base e against 2, a wrong shape, or a vocabulary LSE taken for an attention LSE?",
         spec=AttentionLseSpec,
         pin="natural log, [head, token], masked row = -inf",
+        only_with_cp=("lse_export", "lse_domain", "lse_base", "lse_shape", "masked_row"),
         measure="LSE of the native kernel against float64 on captured Q, K; slope 1/ln 2 names a base error, shifted axes a shape error",
         trap='applies only where a merge consumes it; otherwise "not applicable", which is not "unknown"',
         hint="export the attention LSE in natural log as [head, token] where a merge consumes it",

@@ -50,7 +50,9 @@ _SIDES = [
     click.option(
         "--sp/--no-sp", default=False, show_default=True, help="Sequence parallelism in the trainer (needs --trainer-tp 2 or more)."
     ),
-    click.option("--cp", type=click.IntRange(1), default=1, show_default=True, help="Context-parallel ranks of the trainer, times --trainer-tp."),
+    click.option(
+        "--cp", type=click.IntRange(1), default=1, show_default=True, help="Context-parallel ranks of the trainer, times --trainer-tp."
+    ),
     click.option(
         "--cp-partition",
         type=click.Choice(["zigzag", "contiguous"]),

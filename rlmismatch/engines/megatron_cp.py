@@ -175,6 +175,23 @@ def _te_merge_dtype() -> Reading:
     return read(dtype_of(start(out_SBHD, lse_BHS, lse_BHS, 0)), source)
 
 
+def lse_readings(engine: MegatronEngine) -> Fields:
+    """The fields of attention.lse, which apply where a merge of partial outputs consumes an LSE: in Transformer Engine's ring."""
+    names = ("lse_export", "lse_domain", "lse_base", "lse_shape", "masked_row")
+    if engine.cp.size == 1:
+        return fill(not_applicable("CP1: no merge consumes an LSE"), *names)
+    travels = comm_type(engine.config)
+    if travels != "p2p":
+        return fill(not_applicable(f"{travels}: K and V are gathered, no merge consumes an LSE"), *names)
+    return {
+        "lse_export": documented(True, _TE_SOURCE),
+        "lse_domain": documented("attention scores", _TE_SOURCE),
+        "lse_base": documented("e", _TE_SOURCE),
+        "lse_shape": documented("[head, token]", _TE_SOURCE),
+        "masked_row": not_applicable("a step of the ring holds no row that sees nothing"),
+    }
+
+
 def precision_readings(engine: MegatronEngine) -> Fields:
     """The fields of attention.precision where attention is ours."""
     core = engine.gpt.decoder.layers[0].self_attention.core_attention

@@ -211,7 +211,9 @@ PLANTS: Mapping[str, TrainerPlant] = {
         refuse=lambda config, model: None if model.qk_norm else "the model has no q/k-norm",
     ),
     "rope_theta": TrainerPlant(what="the rotary base is a tenth of the checkpoint's", apply=_rope_theta),
-    "dropout_on": TrainerPlant(what="train mode with dropout 0.1 on attention and residuals", apply=_dropout_on, specs=("local",), with_cp=False),
+    "dropout_on": TrainerPlant(
+        what="train mode with dropout 0.1 on attention and residuals", apply=_dropout_on, specs=("local",), with_cp=False
+    ),
     "two_bos": TrainerPlant(what="the first token stands twice; the worker, which hands out the tokens, puts it in"),
     "temperature_not_applied": TrainerPlant(
         what="logits are not divided by the temperature; the engine leaves the setting out",

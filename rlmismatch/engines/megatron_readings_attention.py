@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from rlmismatch.contract import not_applicable, read
-from rlmismatch.engines import megatron_trials
-from rlmismatch.engines.megatron_evidence import Fields, by_table, derived, dtype_of, fill
+from rlmismatch.engines import megatron_cp, megatron_trials
+from rlmismatch.engines.megatron_evidence import Fields, by_table, derived, dtype_of
 
 if TYPE_CHECKING:
     from typing import Any
@@ -31,9 +31,7 @@ def attention_readings(engine: MegatronEngine) -> dict[str, Fields]:
         },
         "attention.rope": rope,
         "attention.layout": _attention_layout(engine),
-        "attention.lse": fill(
-            not_applicable("CP1: no merge consumes an LSE"), "lse_export", "lse_domain", "lse_base", "lse_shape", "masked_row"
-        ),
+        "attention.lse": megatron_cp.lse_readings(engine),
     }
 
 

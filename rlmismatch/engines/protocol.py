@@ -63,6 +63,11 @@ class SideConfig:
     def world_size(self) -> int:
         return self.tp * self.cp
 
+    @property
+    def layout(self) -> str:
+        """How the ranks share the model and the sequence, in a word: ``TP2+SP CP2``."""
+        return f"TP{self.tp}{'+SP' if self.sp else ''}" + (f" CP{self.cp}" if self.cp > 1 else "")
+
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

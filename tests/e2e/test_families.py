@@ -21,6 +21,10 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "gemm, knobs": ("gemm", (*BASE, *TP2, "--kernel", "triton", "--forward-reduce", "rank_order")),
     "attention": ("attention", BASE),
     "attention, knobs": ("attention", (*BASE, "--attention", "off", "--rope", "unfused_fp32")),
+    "attention, cp2": (
+        "attention",
+        (*BASE, *TP2, "--sp", "--cp", "2", "--cp-partition", "contiguous", "--waive", "attention.provenance:context_parallel_size"),
+    ),
     "one axis": ("probe", (*BASE, "--axis", "model.norm")),
     **{f"logprob, {reduce}": ("logprob", (*BASE, *TP2, "--reduce", reduce)) for reduce in REDUCES},
 }
@@ -128,3 +132,15 @@ def test_one_axis_by_name(name: str, runs: Mapping[str, Future[Done]]) -> None:
     row = rows(done)["model.norm"]
     assert row["status"] == "measured"
     assert min(row["local"], row["alone"], row["last"]) > 0
+
+
+@pytest.mark.parametrize("name", ["attention, cp2"])
+def test_attention_under_context_parallelism(name: str, runs: Mapping[str, Future[Done]]) -> None:
+    """Four trainer ranks against two of the rollout: unequal CP is accepted by name, what follows from it with it, and it closes."""
+    done = runs[name].result()
+    closed(done)
+    waived = {f"{c['axis']}:{c['field']}" for c in done.report["contract"] if c["outcome"] == "waived"}
+    merge = {f"attention.merge_order:{field}" for field in ("global_block_index", "acc_dtype", "merge_order", "cp_partition")}
+    assert waived == {"attention.provenance:context_parallel_size", *merge}
+    assert any("attention is ours (the pin) in every arm" in note for note in done.report["notes"])
+    assert next(side["cp"] for side in done.report["header"]["sides"] if side["side"] == "trainer") == 2

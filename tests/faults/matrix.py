@@ -13,6 +13,7 @@ from rlmismatch import axes
 from tests.cli_runs import LLAMA, MASK, QUICK, TINY, TP2
 
 _TIERS: Final = {"NOT COMPARABLE": "identical", "CONTRACT": "semantic", "DEFECT": "recorded"}
+_CP2: Final = (*MASK, "--cp", "2", "--waive", "attention.provenance:context_parallel_size")
 _TP2_SP: Final = (*MASK, *TP2, "--sp")
 
 
@@ -47,6 +48,7 @@ class Case:
         """In words, what is not as in most cases."""
         words = ["fixtures/tiny-llama"] if self.ckpt == LLAMA else []
         words += ["TP2+SP" if "--sp" in self.options else "TP2"] if "--trainer-tp" in self.options else []
+        words += ["CP2, its size waived"] if "--cp" in self.options else []
         words += [] if "--vocab-padding-policy" in self.options else ["padded rows counted"]
         return ", ".join([*words, f"torchrun with {self.torchrun} ranks"] if self.torchrun else words)
 
@@ -195,6 +197,14 @@ CASES: Final[tuple[Case, ...]] = (
         word="CONTRACT",
         axis="attention.precision",
         says="accum_dtype is float32 on the trainer and bfloat16 on the rollout",
+    ),
+    Case(
+        plant="cp_contiguous_vs_zigzag",
+        side="trainer",
+        word="CONTRACT",
+        axis="attention.merge_order",
+        says="cp_partition was declared otherwise than the engine says: trainer contiguous",
+        options=_CP2,
     ),
     Case(
         plant="forward_reduce_bf16_accumulate",
