@@ -34,8 +34,8 @@ class Evidence(str, Enum):
 Sides = Literal["both", "trainer", "rollout"]
 
 
-def _spec_field(tier: Tier, meaning: str, side: Sides) -> Any:
-    return field(metadata={"tier": tier, "meaning": meaning, "side": side})
+def _spec_field(tier: Tier, meaning: str, side: Sides, must: tuple[Any, ...] = ()) -> Any:
+    return field(metadata={"tier": tier, "meaning": meaning, "side": side, "must": must})
 
 
 def identical(meaning: str, *, side: Sides = "both") -> Any:
@@ -43,9 +43,12 @@ def identical(meaning: str, *, side: Sides = "both") -> Any:
     return _spec_field(Tier.IDENTICAL, meaning, side)
 
 
-def semantic(meaning: str, *, side: Sides = "both") -> Any:
-    """A spec field on which both sides must agree, and which must be known where it applies. `side`: the one side that can have it."""
-    return _spec_field(Tier.SEMANTIC, meaning, side)
+def semantic(meaning: str, *, side: Sides = "both", must: tuple[Any, ...] = ()) -> Any:
+    """A spec field on which both sides must agree, and which must be known where it applies. `side`: the one side that can have it.
+
+    must: the values that alone are right. Where only one side has the field there is no other to differ from.
+    """
+    return _spec_field(Tier.SEMANTIC, meaning, side, must)
 
 
 def recorded(meaning: str, *, side: Sides = "both") -> Any:
@@ -61,12 +64,13 @@ class FieldSpec:
     tier: Tier
     meaning: str
     side: Sides = "both"
+    must: tuple[Any, ...] = ()  # the values that alone are right; (): any, if known
 
 
 def fields_of(spec: type[Any]) -> tuple[FieldSpec, ...]:
     """The fields of a spec dataclass (`@dataclass` with `identical` / `semantic` / `recorded` fields), in order."""
     return tuple(
-        FieldSpec(name=f.name, tier=f.metadata["tier"], meaning=f.metadata["meaning"], side=f.metadata["side"])
+        FieldSpec(name=f.name, tier=f.metadata["tier"], meaning=f.metadata["meaning"], side=f.metadata["side"], must=f.metadata["must"])
         for f in dataclasses.fields(spec)
     )
 
@@ -200,9 +204,9 @@ def compare(
             side = sided.get(axis, spec.side)
             if side != "both":
                 only = t if side == "trainer" else r
-                other = not_applicable(f"{side} only")
+                other = not_applicable(f"{side} only" + (f"; must be {' or '.join(map(str, spec.must))}" if spec.must else ""))
                 t, r = (only, other) if side == "trainer" else (other, only)
-                outcome = _one_side_outcome(spec.tier, only)
+                outcome = _one_side_outcome(spec, only)
             else:
                 outcome = _outcome(spec.tier, t, r)
             key = f"{axis}:{spec.name}"
@@ -219,12 +223,15 @@ def compare(
     return tuple(out)
 
 
-def _one_side_outcome(tier: Tier, only: Reading) -> Outcome:
-    if tier is Tier.RECORDED:
+def _one_side_outcome(spec: FieldSpec, only: Reading) -> Outcome:
+    if spec.tier is Tier.RECORDED:
         return Outcome.RECORDED
     if only.evidence is Evidence.UNKNOWN:
         return Outcome.UNKNOWN
-    return Outcome.NOT_APPLICABLE if only.evidence is Evidence.NOT_APPLICABLE else Outcome.EQUAL
+    if only.evidence is Evidence.NOT_APPLICABLE:
+        return Outcome.NOT_APPLICABLE
+    wrong = spec.must and not any(same_value(only.value, right) for right in spec.must)
+    return Outcome.DIFFERS if wrong else Outcome.EQUAL
 
 
 def _outcome(tier: Tier, t: Reading, r: Reading) -> Outcome:

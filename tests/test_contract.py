@@ -12,6 +12,7 @@ import pytest
 from rlmismatch import contract
 from rlmismatch.contract import (
     Evidence,
+    FieldSpec,
     Outcome,
     Reading,
     Tier,
@@ -103,6 +104,15 @@ class TestComparedTiers:
 def test_recorded_is_never_compared(rollout: Reading) -> None:
     assert outcome("backend", read("a", "x"), rollout) == (Outcome.RECORDED, None)
     assert outcome("backend", read("a", "x"), rollout, one_sided={"model.norm": "trainer"}) == (Outcome.RECORDED, None)
+
+
+@pytest.mark.parametrize(("value", "expected"), [("after", Outcome.EQUAL), ("before", Outcome.DIFFERS), (None, Outcome.DIFFERS)])
+def test_a_field_of_one_side_has_no_other_to_differ_from_but_must_be_right(value: str | None, expected: Outcome) -> None:
+    spec = FieldSpec(name="entropy", tier=Tier.SEMANTIC, meaning="of what", must=("after",))
+    (found,) = compare({"a.x": {"entropy": read(value, "trial")}}, {}, {"a.x": (spec,)}, one_sided={"a.x": "trainer"})
+    assert found.outcome is expected
+    assert (found.fails is None) == (expected is Outcome.EQUAL)
+    assert found.rollout.source == "trainer only; must be after"
 
 
 def test_every_field_of_every_axis_is_compared_once() -> None:

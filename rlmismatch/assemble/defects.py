@@ -59,7 +59,7 @@ def defects(evidence: Evidence, book: ScoreBook) -> tuple[Defect, ...]:
     sides: tuple[SideName, ...] = ("trainer", "rollout")
     found = [
         Defect(
-            axis=axes.PLAYERS[e.pin],
+            axis=_axis(e, evidence, side),
             side=side,
             boundary=e.boundary,
             native_error=e.native_vs_fp64_mean,
@@ -71,6 +71,19 @@ def defects(evidence: Evidence, book: ScoreBook) -> tuple[Defect, ...]:
         if is_defect(e) and broken.isdisjoint(_EXPLAINED_BY[e.pin])
     ]
     return tuple(sorted(found, key=lambda d: d.native_error / max(d.pin_error, 1e-300), reverse=True))
+
+
+def _axis(error: LocalError, evidence: Evidence, side: SideName) -> str:
+    """The axis that speaks for the pin, but for a log-softmax that was asked to round its sums: that is no matter of its merge."""
+    return "logprob.precision" if error.pin == "logprob" and rounds_sums(evidence, side) else axes.PLAYERS[error.pin]
+
+
+def rounds_sums(evidence: Evidence, name: SideName) -> bool:
+    """Whether a side adds up, or hands on, the sum of exponentials in bfloat16."""
+    side = evidence.side(name)
+    fields = side.readings.get("logprob.precision", {}) if side else {}
+    rounded = {"accum_dtype": "bfloat16", "downcast_at": "per_partial"}
+    return any(field in fields and fields[field].value == value for field, value in rounded.items())
 
 
 def is_defect(error: LocalError) -> bool:

@@ -14,6 +14,7 @@ from typing import Final
 import torch
 
 from rlmismatch.arms import LOGITS
+from rlmismatch.assemble.defects import rounds_sums
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.engines.logprob_knobs import chain_of
 from rlmismatch.engines.protocol import SideName
@@ -25,7 +26,7 @@ FP32_NATS: Final = 3e-6  # a float32 log-softmax of float32 logits
 CLOSED_FORM_NATS: Final = 1e-7
 ADDS_UP_NATS: Final = 1e-6
 CHAIN_NATS: Final = 1e-4  # recorded values against recomputed ones; other chains lie 1e-2 and more away
-COARSE_NATS: Final = 5e-2  # the same, where an engine caps or scales logits in bfloat16
+COARSE_NATS: Final = 5e-2  # the same, where an engine caps, scales or sums in bfloat16
 FP32_GRADIENT: Final = 1e-5  # mean error over mean size of a float32 gradient
 BF16_GRADIENT: Final = 2.0**-9  # rounding to bfloat16
 _TILE: Final = 64  # columns
@@ -60,7 +61,7 @@ class Captured:
 
 def measures(evidence: Evidence, book: ScoreBook) -> tuple[MeasureRow, ...]:
     """Every measure of the family, in the order of its axes; none without the probe of both sides."""
-    sides: dict[str, Captured] = {}
+    sides: dict[SideName, Captured] = {}
     vocab_size = evidence.run["checkpoint"]["vocab_size"]
     names: tuple[SideName, ...] = ("trainer", "rollout")
     for name in names:
@@ -156,7 +157,7 @@ def _lse_by_tiles(x_NV: torch.Tensor, width: int) -> torch.Tensor:
     return torch.stack([tile.logsumexp(1) for tile in tiles]).logsumexp(0).double()
 
 
-def _reduces(sides: Mapping[str, Captured]) -> Iterator[MeasureRow]:
+def _reduces(sides: Mapping[SideName, Captured]) -> Iterator[MeasureRow]:
     for side, captured in sides.items():
         exact_N = captured.logprob()
         for way, logp_N in captured.named("reduce").items():
@@ -178,10 +179,10 @@ def _precision(trainer: Captured, rollout: Captured) -> Iterator[MeasureRow]:
                 yield MeasureRow(axis="logprob.precision", side=side, what=f"head in {dtype} against the exact head", value=error)
 
 
-def _chains(sides: Mapping[str, Captured], evidence: Evidence) -> Iterator[MeasureRow]:
+def _chains(sides: Mapping[SideName, Captured], evidence: Evidence) -> Iterator[MeasureRow]:
     """Which chain, applied to a side's raw logits, gives the values that the side recorded; no drift number."""
-    found: dict[str, Chain | None] = {}
-    errors: dict[str, float] = {}
+    found: dict[SideName, Chain | None] = {}
+    errors: dict[SideName, float] = {}
     both: tuple[SideName, ...] = ("trainer", "rollout")
     for name, captured in sides.items():
         read = [chain for side in both if (chain := _chain_read(evidence, side)) is not None]
@@ -191,7 +192,7 @@ def _chains(sides: Mapping[str, Captured], evidence: Evidence) -> Iterator[Measu
         # Chains that are one function lie equally near; the first of them stands.
         best = min(t[0] for t in tried)
         error, _, chain = next(t for t in tried if t[0] <= best + 1e-9)
-        coarse = any(s.name in ("soft_cap", "logit_scale") for s in chain.steps)
+        coarse = any(s.name in ("soft_cap", "logit_scale") for s in chain.steps) or rounds_sums(evidence, name)
         errors[name] = error
         found[name] = chain if error <= (COARSE_NATS if coarse else CHAIN_NATS) else None
     words = {name: "none of the known" if chain is None else str(chain) for name, chain in found.items()}
@@ -233,7 +234,7 @@ def _mean_or_inf(x_N: torch.Tensor) -> float:
     return math.inf if math.isnan(mean) or bool(both.all()) else mean
 
 
-def _shifts(sides: Mapping[str, Captured]) -> Iterator[MeasureRow]:
+def _shifts(sides: Mapping[SideName, Captured]) -> Iterator[MeasureRow]:
     """Recorded values against the row before, the row itself and the row after: the least must be at 0."""
     for name, captured in sides.items():
         recorded_N = captured.tensors["recorded"].double()
@@ -263,7 +264,7 @@ def _head_and_lse(trainer: Captured, rollout: Captured) -> Iterator[MeasureRow]:
     yield MeasureRow(axis=axis, what="the two against the whole, largest", value=_largest(head_N + lse_N - total_N), limit=ADDS_UP_NATS)
 
 
-def _row_counts(sides: Mapping[str, Captured]) -> Iterator[MeasureRow]:
+def _row_counts(sides: Mapping[SideName, Captured]) -> Iterator[MeasureRow]:
     for side, captured in sides.items():
         by_rows = captured.named("rows")
         for rows in ("1", "padded"):

@@ -121,7 +121,10 @@ class LogProbBackwardSpec:
     """The gradient of the log-prob, and the entropy beside it."""
 
     dlogits: str = semantic("formula and dtype of the gradient of the logits")
-    entropy_reduction: str = semantic("how the entropy is summed over ranks, and before or after temperature")
+    entropy_reduction: str = semantic(
+        "how the entropy is summed over ranks, and before or after temperature",
+        must=("fixed_merge, after temperature", "native, after temperature"),
+    )
     grad_downcast_at: str = semantic("where the gradient is cast")
     autograd_path: str = recorded("autograd function that ran")
 
@@ -209,6 +212,7 @@ LOGPROB: Final[tuple[Axis, ...]] = (
         asks="Partial-LSE all-reduce, or full-logit all-gather with a single-pass softmax?",
         spec=LogProbReductionSpec,
         field_names=("order", "acc_dtype", "collective", "engine"),
+        mirrors={"acc_dtype": ("logprob.precision:accum_dtype",)},
         only_with_tp=("order", "acc_dtype"),
         knobs={"logprob.reduce": ("allreduce_partials", "allgather_partials_fixed_merge", "allgather_logits")},
         pin="allgather_partials_fixed_merge",
@@ -255,7 +259,10 @@ LOGPROB: Final[tuple[Axis, ...]] = (
             "usually the largest log-prob axis; one side raised alone is worse than both low; requested head_dtype may be silently dropped,"
             " so read it back"
         ),
-        hint="give the head the same output dtype on both sides: both low is better than one side raised alone",
+        hint=(
+            "give the head, its log-softmax and what crosses ranks the same dtypes on both sides (--head-dtype, --accum-dtype,"
+            " --downcast-at): both low is better than one side raised alone"
+        ),
         plants=(
             Plant(id="head_fp32_one_sided", verdict="contract", what="one side's head writes float32 logits, the other's bf16", built=True),
         ),
@@ -390,6 +397,7 @@ LOGPROB: Final[tuple[Axis, ...]] = (
             ),
         ),
         side="trainer",
-        built="contract_only",
+        measured=True,
+        built="complete",
     ),
 )

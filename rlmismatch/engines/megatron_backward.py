@@ -12,6 +12,7 @@ import torch
 
 from rlmismatch.engines import megatron_model
 from rlmismatch.kernels import logprob, logprob_backward
+from rlmismatch.transforms import Chain
 
 if TYPE_CHECKING:
     from rlmismatch.engines.megatron import MegatronEngine
@@ -32,8 +33,8 @@ def measure(
     |dlogits| where this rank does not own the target, whether every value is a bf16 number, largest relative error of dhidden; over all
     ranks. ``entropy/...`` -> [N] by the fixed merge and exact, over the real vocabulary (mask) and all rows (include). Collective.
     """
-    shard, knobs = engine.shard, engine.config.knobs
-    wanted = knobs.get("logprob.backward_impl")
+    shard = engine.shard
+    wanted = engine.config.knobs.get("logprob.backward_impl")
     real_NV = logits_NV[:, : shard.vocab_size]
     weights_N = row_weights(len(targets_N)).to(engine.device)
     exact_NV = -real_NV.double().softmax(-1)
@@ -46,33 +47,62 @@ def measure(
             continue
         grad_NV = _native_grad(engine, logits_NV, targets_N, weights_N, fusion)[:, : shard.real_width]
         out[f"backward/{name}"] = _errors(engine, grad_NV, exact_NV[:, columns], targets_N, head_VH)
-    impl = engine.config.impl
     if wanted != "native":
-        out["backward/pin"] = _errors(engine, _pinned_grad(engine, real_NV, targets_N, weights_N), exact_NV[:, columns], targets_N, head_VH)
+        grad_NV = pinned_grad(engine, real_NV, targets_N, weights_N, Chain())
+        out["backward/pin"] = _errors(engine, grad_NV, exact_NV[:, columns], targets_N, head_VH)
     chain = engine.ops.shape.chain
-    applied = chain.without("temperature") if "entropy_before_temperature" in engine.plants else chain
     for padding, width in (("mask", shard.vocab_size), ("include", shard.padded_vocab_size)):
         logp_NV = chain.apply(logits_NV[:, :width].double()).log_softmax(-1)
         out[f"entropy/{padding}/exact"] = -(logp_NV.exp() * logp_NV).sum(dim=1)
-        x_NV = applied.apply(logits_NV[:, :width].float())
-        native = knobs.get("logprob.entropy_reduce") == "native"
-        out[f"entropy/{padding}/pin"] = _plain_entropy(x_NV) if native else logprob_backward.entropy(x_NV, vocab_size=width, impl=impl)
+        out[f"entropy/{padding}/pin"] = entropy(engine, logits_NV, width)
     return out
 
 
-def _pinned_grad(engine: MegatronEngine, real_NV: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor) -> torch.Tensor:
-    """float32 [N, real columns of this rank]: our backward; with grad_downcast_at hard_bf16 rounded to bf16, as the fused loss does."""
-    shard, impl = engine.shard, engine.config.impl
-    part = logprob.partials(real_NV.contiguous(), targets_N, vocab_start=0, vocab_size=shard.vocab_size, impl=impl)
+def pinned(engine: MegatronEngine) -> bool:
+    """Whether the gradient is our kernel's: asked for, or the loss in force is one of ours, which scores without autograd."""
+    return engine.native_settings.forward_only or engine.config.knobs.get("logprob.backward_impl") == "triton"
+
+
+def entropy_order(engine: MegatronEngine) -> str:
+    """How the entropy is summed: Megatron's loss has none, so that both ways are ours."""
+    return str(engine.config.knobs.get("logprob.entropy_reduce", "fixed_merge"))
+
+
+def entropy(engine: MegatronEngine, logits_NV: torch.Tensor, width: int) -> torch.Tensor:
+    """float32 [N]: entropy over the first `width` columns of the logits of all ranks, after the transforms of this run."""
+    chain = engine.ops.shape.chain
+    chain = chain.without("temperature") if "entropy_before_temperature" in engine.plants else chain
+    x_NV = chain.apply(logits_NV[:, :width].float())
+    if entropy_order(engine) == "native":
+        return _plain_entropy(x_NV)
+    return logprob_backward.entropy(x_NV, vocab_size=width, impl=engine.config.impl)
+
+
+def pinned_grad(
+    engine: MegatronEngine, logits_NV: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor, chain: Chain
+) -> torch.Tensor:
+    """float32 [N, columns of `logits_NV` that this rank holds]: our backward, through `chain`, of a log-prob over all of its columns.
+
+    With grad_downcast_at hard_bf16 it is rounded to bf16, as the fused loss does.
+    """
+    shard, impl, counted = engine.shard, engine.config.impl, logits_NV.shape[1]
+    columns = slice(shard.start, shard.start + shard.columns(shard.tp.rank, counted))
+    raw_NV = logits_NV.float().requires_grad_(bool(chain.steps))
+    with torch.enable_grad():
+        x_NV = chain.apply(raw_NV)
+    part = logprob.partials(x_NV.detach().contiguous(), targets_N, vocab_start=0, vocab_size=counted, impl=impl)
     grad_NV = logprob_backward.dlogits(
-        real_NV[:, shard.start : shard.start + shard.real_width].contiguous(),
+        x_NV.detach()[:, columns].contiguous(),
         targets_N,
         weights_N,
-        normaliser=logprob_backward.normaliser([part], vocab_size=shard.vocab_size, impl=impl),
+        normaliser=logprob_backward.normaliser([part], vocab_size=counted, impl=impl),
         vocab_start=shard.start,
-        vocab_size=shard.vocab_size,
+        vocab_size=counted,
         impl=impl,
     )
+    if chain.steps:
+        (whole_NV,) = torch.autograd.grad(x_NV[:, columns], raw_NV, grad_NV)
+        grad_NV = whole_NV[:, columns]
     return grad_NV.bfloat16().float() if engine.config.knobs.get("logprob.grad_downcast_at") == "hard_bf16" else grad_NV
 
 

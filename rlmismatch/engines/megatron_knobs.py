@@ -55,15 +55,26 @@ def resolve(config: SideConfig, extra: Mapping[str, Any], *, padded: bool, te_lo
         if name in values:
             out[PREFIX + name] = applied(values[name]) if used else unsupported(values[name], None, f"the loss {fusion} has no such size")
     head = HeadSettings(dtype=_head_dtype(config, values, out), rows=_rows(config, values, out))
-    for name in ("backward_impl", "grad_downcast_at", "entropy_reduce"):
-        if name in values:
-            out[PREFIX + name] = applied(values[name], "in the measurement of the backward: scoring has none")
+    out |= _backward(values, loss)
     unknown = {k: v for k, v in {**config.knobs, **extra}.items() if k not in out and "." in k}
     out |= {k: unsupported(v, None, "not a knob of the trainer") for k, v in unknown.items()}
     return TrainerKnobs(loss=loss, head=head, outcomes=out)
 
 
 _CHUNKED: Final = ("chunked_linear_ce", "slime_vocab_parallel")
+
+
+def _backward(values: Mapping[str, str | None], loss: LossSettings) -> dict[str, Outcome]:
+    """Scoring has no backward: these knobs act on the one that is measured. Where Megatron's own is, it rounds where it does."""
+    names = ("backward_impl", "grad_downcast_at", "entropy_reduce")
+    out = {PREFIX + name: applied(values[name], "in the measurement of the backward") for name in names if values.get(name) is not None}
+    asked_at, own = values.get("grad_downcast_at"), "hard_bf16" if loss.fusion == "native" else "final_write"
+    if asked_at not in (None, own) and not loss.forward_only and values.get("backward_impl") != "triton":
+        reason = "Megatron's loss rounds its gradient itself; --backward-impl triton takes either"
+        out[PREFIX + "grad_downcast_at"] = unsupported(asked_at, own, reason)
+    if values.get("backward_impl") == "native" and loss.forward_only:
+        out[PREFIX + "backward_impl"] = unsupported("native", "triton", "the loss in force is one of ours, which scores without autograd")
+    return out
 
 
 def _fusion(values: Mapping[str, str | None], out: dict[str, Outcome], *, te_loss: bool, row_chain: bool) -> Fusion:

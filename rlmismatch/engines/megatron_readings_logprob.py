@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch.distributed as dist
 
 from rlmismatch.contract import Reading, not_applicable, read, unknown
-from rlmismatch.engines import megatron_trials
+from rlmismatch.engines import megatron_readings_backward, megatron_trials
 from rlmismatch.engines.logprob_knobs import COLLECTIVES, ORDERS, chain_fields
 from rlmismatch.engines.megatron_evidence import (
     Fields,
     by_table,
     core_version,
     dtype_of,
-    forward_only,
     from_environment,
     gemm_library,
 )
@@ -55,7 +54,7 @@ def logprob_family(engine: MegatronEngine) -> dict[str, Fields]:
         },
         "logprob.head_gemm": _head_gemm(engine),
         "logprob.fusion": _fusion(engine),
-        "logprob.backward": forward_only("dlogits", "entropy_reduction", "grad_downcast_at", "autograd_path"),
+        "logprob.backward": megatron_readings_backward.logprob_backward(engine, loss),
     }
 
 

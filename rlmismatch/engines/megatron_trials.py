@@ -17,6 +17,7 @@ from rlmismatch.transforms import Chain, candidates
 
 if TYPE_CHECKING:
     from rlmismatch.engines.megatron import MegatronEngine
+    from rlmismatch.pins.megatron_logprob import VocabShard
 
 _ROWS: Final = 8
 _TOLERANCE_NATS: Final = 1e-4  # float32 log-softmax over 1e5 columns is good to 1e-5; the candidates lie 1e-2 and more apart
@@ -43,10 +44,7 @@ def loss(engine: MegatronEngine) -> LossBehaviour:
     """
     shard = engine.shard
     source = "trial: synthetic logits through compute_language_model_loss"
-    generator = torch.Generator().manual_seed(0)
-    logits_TV = torch.randn(_ROWS, shard.padded_vocab_size, generator=generator) * torch.linspace(0.5, 3.0, _ROWS)[:, None]
-    logits_TV[:, shard.vocab_size :] = 5.0
-    logits_TV = logits_TV.to(getattr(torch, engine.config.dtype))
+    logits_TV = synthetic_logits(shard).to(getattr(torch, engine.config.dtype))
     targets_T = trial_targets(logits_TV[:, : shard.vocab_size], engine.native_settings.chain)
     live_T = _live_logprob(engine, logits_TV, targets_T)
 
@@ -65,8 +63,10 @@ def loss(engine: MegatronEngine) -> LossBehaviour:
     # Of chains that are one function the first stands, which is the one asked for.
     spread, offset, single, padding, chain = next(t for t in tried if not t[0] > min(x[0] for x in tried) + _SAME_NATS)
     way = engine.native_settings.way
-    tolerance = _TOLERANCE_NATS if (way.accum, way.downcast) == ("fp32", "final_write") else _COARSE_NATS
-    counted = _counted_columns(engine, offset if spread <= tolerance else 0.0)
+    exact = (way.accum, way.downcast) == ("fp32", "final_write")
+    tolerance = _TOLERANCE_NATS if exact else _COARSE_NATS
+    count = _counted_columns if exact else _counted_at_boundaries
+    counted = count(engine, offset if spread <= tolerance else 0.0)
     if spread <= tolerance:
         return LossBehaviour(
             padding=read(padding, source),
@@ -77,6 +77,14 @@ def loss(engine: MegatronEngine) -> LossBehaviour:
         )
     nothing = unknown(f"{source}: the values match no known combination of padding policy, transforms and owners")
     return LossBehaviour(padding=nothing, chain=nothing, offset=nothing, single_owner=nothing, columns=counted)
+
+
+def synthetic_logits(shard: VocabShard) -> torch.Tensor:
+    """float32 [T, V of the padded vocabulary] on the CPU: rows of different scales, padded columns large."""
+    generator = torch.Generator().manual_seed(0)
+    logits_TV = torch.randn(_ROWS, shard.padded_vocab_size, generator=generator) * torch.linspace(0.5, 3.0, _ROWS)[:, None]
+    logits_TV[:, shard.vocab_size :] = 5.0
+    return logits_TV
 
 
 def _counted_columns(engine: MegatronEngine, offset: float) -> Reading:
@@ -92,6 +100,25 @@ def _counted_columns(engine: MegatronEngine, offset: float) -> Reading:
     targets_T = torch.arange(1, _ROWS + 1) % shard.vocab_size
     live_T = _live_logprob(engine, logits_TV, targets_T)
     return read(round(float(torch.exp(-live_T.mean() - offset))), "trial: equal logits through compute_language_model_loss")
+
+
+def _counted_at_boundaries(engine: MegatronEngine, offset: float) -> Reading:
+    """`_counted_columns` where sums or partials are rounded to bfloat16, which cannot count to a thousand. Collective.
+
+    Each rank's first row with 15 on either side is counted alone, which is exact in bfloat16; rows between boundaries count as one.
+    """
+    shard, rows, expected = engine.shard, [], []
+    for rank in range(shard.tp.size):
+        columns = range(max(0, rank * shard.width - 15), min(shard.vocab_size, rank * shard.width + 16))
+        if rank * shard.width < shard.vocab_size:
+            row_V = torch.full((shard.padded_vocab_size,), -1e4)
+            row_V[columns.start : columns.stop] = 0.0
+            rows.append(row_V)
+            expected.append(columns)
+    logits_TV = torch.stack(rows).to(getattr(torch, engine.config.dtype))
+    live_T = _live_logprob(engine, logits_TV, torch.tensor([columns.stop - 1 for columns in expected]))
+    found = [round(float(n)) - len(columns) for n, columns in zip(torch.exp(-live_T - offset), expected, strict=True)]
+    return read(shard.vocab_size + sum(found), "trial: equal logits around every shard boundary through compute_language_model_loss")
 
 
 def _live_logprob(engine: MegatronEngine, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:

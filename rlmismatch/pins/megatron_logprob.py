@@ -39,6 +39,11 @@ class LossSettings:
     block_size: int = 512  # columns a time in chunked_linear_ce
     chunk_size: int = 64  # rows a time in chunked_linear_ce and slime_vocab_parallel
 
+    @property
+    def forward_only(self) -> bool:
+        """Whether the loss is one of ours, which scores without autograd."""
+        return self.way != NATIVE_WAY or self.fusion in ("chunked_linear_ce", "slime_vocab_parallel")
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSettings:

@@ -230,6 +230,18 @@ def test_temperature_is_applied_and_read_back(runs: Mapping[str, Any], setup: st
 
 
 @pytest.mark.parametrize("setup", SETUPS)
+def test_the_backward_is_read_from_a_gradient_that_was_taken(runs: Mapping[str, Any], setup: str) -> None:
+    for run in ("arms", "mask"):  # as it comes; masked and with a temperature
+        readings = runs[run][setup]["readings"]
+        assert {f: r.value for f, r in readings["logprob.backward"].items()} == {
+            "dlogits": "softmax minus one-hot, float32",
+            "entropy_reduction": "fixed_merge, after temperature",
+            "grad_downcast_at": "final_write",
+            "autograd_path": ["_VocabParallelCrossEntropy"],
+        }
+
+
+@pytest.mark.parametrize("setup", SETUPS)
 def test_live_weights_digest_to_the_checkpoint(runs: Mapping[str, Any], folder: Path, setup: str) -> None:
     digests = Checkpoint.open(folder / "tiny-qwen3").digests()
     assert runs["arms"][setup]["digests"] == {**digests, "tied": "false"}

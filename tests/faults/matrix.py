@@ -416,9 +416,9 @@ CASES: Final[tuple[Case, ...]] = (
     Case(
         plant="entropy_before_temperature",
         side="trainer",
-        word="DEFECT",
+        word="CONTRACT",
         axis="logprob.backward",
-        says="trainer entropy (mask) against float64",
+        says="entropy_reduction is fixed_merge, before temperature on the trainer",
     ),
 )
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from rlmismatch.assemble.defects import is_defect
+from rlmismatch.arms import LOCAL
+from rlmismatch.assemble.defects import defects, is_defect
+from rlmismatch.contract import read
 from rlmismatch.engines.protocol import LocalError
 
 
@@ -53,3 +57,21 @@ def test_rounding_is_no_defect(case: str) -> None:
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_result_is(case: str) -> None:
     assert is_defect(error(*WRONG[case]))
+
+
+@pytest.mark.parametrize(
+    ("readings", "axis"),
+    [
+        ({}, "logprob.reduce"),
+        ({"accum_dtype": "float32", "downcast_at": "final_write"}, "logprob.reduce"),
+        ({"accum_dtype": "bfloat16", "downcast_at": "final_write"}, "logprob.precision"),
+        ({"accum_dtype": "float32", "downcast_at": "per_partial"}, "logprob.precision"),
+    ],
+)
+def test_a_log_softmax_that_rounds_its_sums_is_a_matter_of_precision(readings: dict[str, str], axis: str) -> None:
+    side = SimpleNamespace(readings={"logprob.precision": {field: read(value, "settings") for field, value in readings.items()}})
+    evidence: Any = SimpleNamespace(side=lambda name: side if name == "rollout" else None, broken=())
+    arms = {"trainer": {}, "rollout": {LOCAL: SimpleNamespace(local=[error(*WRONG["a log-softmax in bf16"])])}}
+    book: Any = SimpleNamespace(arms=arms)
+    (found,) = defects(evidence, book)
+    assert found.axis == axis

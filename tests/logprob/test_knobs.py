@@ -64,6 +64,9 @@ def test_ways(knobs: dict[str, str], way: Way) -> None:
         ({"fusion_impl": "chunked_linear_ce", "top_k": "5"}, "fusion_impl"),
         ({"fusion_block_size": "64"}, "fusion_block_size"),
         ({"logprobs_mode": "raw_logprobs", "top_p": "0.8"}, "top_p"),
+        ({"grad_downcast_at": "hard_bf16"}, "grad_downcast_at"),
+        ({"fusion_impl": "native", "grad_downcast_at": "final_write"}, "grad_downcast_at"),
+        ({"reduce": "allgather_logits", "backward_impl": "native"}, "backward_impl"),
         ({"colour": "blue"}, "colour"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rlmismatch import axes
 from tests.cli_runs import MASK, QUICK, TINY, TP2, Done, run, side_by_side
 
 RUNS: Mapping[str, tuple[str, ...]] = {
@@ -43,12 +44,16 @@ def test_a_clean_run_measures_every_axis_within_its_limits(runs: Mapping[str, Fu
     rows = done.report["measures"]
     names = "provenance vocab_padding vocab_shards reduce precision transform_chain selected_gather head_gemm fusion backward"
     assert {m["axis"] for m in rows} == {f"logprob.{name}" for name in names.split()}
+    assert {a.id for a in axes.family("logprob") if a.measured} <= {m["axis"] for m in rows if m["value"] is not None}
     over = [m["what"] for m in rows if m["limit"] is not None and not abs(m["value"]) <= m["limit"]]
     assert over == []
     assert {k["status"] for k in done.report["knobs"]} == {"applied"}
     mixed = measure(done, "logprob.precision", "trainer's head in fp32, the rollout's in bf16")["value"]
     low = measure(done, "logprob.precision", "trainer's head in bf16, the rollout's in bf16")["value"]
     assert mixed > 10 * low  # one side raised alone is worse than both low
+    said = {c["field"]: c["trainer"]["value"] for c in done.report["contract"] if c["axis"] == "logprob.backward"}
+    assert said["dlogits"] == "softmax minus one-hot, float32"
+    assert said["autograd_path"] == ["kernels.logprob_backward"]  # a merge of ours scores without autograd
     fused = measure(done, "logprob.backward", "mcore_native_fused", "trainer")
     assert "cast to bfloat16" in fused["note"]
     assert fused["value"] > 100 * measure(done, "logprob.backward", "mcore_unfused", "trainer")["value"]
