@@ -14,6 +14,7 @@ NATIVE: Final = "native"  # no pin but those that a knob holds
 RETURN: Final = "native.return"  # the same again at the very end: native bits must be back
 LOCAL: Final = "local"
 BOUNDARY: Final = "boundary"
+ATTENTION: Final = "attention"  # every pin but attention: native attention on equal operands
 LOGITS: Final = "logits"  # every pin but the head's and the log-prob's: equal hidden rows, native from there
 ORACLE: Final = "oracle"
 ALL: Final = frozenset(PINS)

@@ -13,6 +13,7 @@ from typing import Any, Final
 from rlmismatch import axes, capture, contract, tokens
 from rlmismatch.arms import base_pins
 from rlmismatch.axes.base import Axis, Setup
+from rlmismatch.contract import Evidence as Known
 from rlmismatch.contract import FieldComparison, Reading, Tier, read, unknown
 from rlmismatch.engines.protocol import ArmResult, SideConfig, SideName
 from rlmismatch.errors import EnvironmentUnfitError
@@ -101,7 +102,15 @@ class Evidence:
             has_qk_norm=checkpoint["qk_norm"],
             pad_rows=pad.value if isinstance(pad.value, int) else 0,
             trainer_spec=s.trainer_spec,
+            rollout_kv_splits=self._rollout_kv_splits,
         )
+
+    @property
+    def _rollout_kv_splits(self) -> int | None:
+        """KV splits of the rollout's attention: 1 where it reads so, or says that nothing is split; None where it is not known."""
+        rollout = self.side("rollout")
+        reading = rollout.readings.get("attention.merge_order", {}).get("split_kv_policy", Reading()) if rollout else Reading()
+        return 1 if reading.evidence is Known.NOT_APPLICABLE or str(reading.value) == "1" else None
 
     @functools.cached_property
     def comparisons(self) -> tuple[FieldComparison, ...]:

@@ -19,7 +19,21 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from rlmismatch import __version__, attribution, axes, capture, tokens
-from rlmismatch.arms import ALL, BOUNDARY, LOCAL, LOGITS, NATIVE, ORACLE, RETURN, ROLLOUT_PATHS, arm_id, base_pins, engine_knobs, repeat_id
+from rlmismatch.arms import (
+    ALL,
+    ATTENTION,
+    BOUNDARY,
+    LOCAL,
+    LOGITS,
+    NATIVE,
+    ORACLE,
+    RETURN,
+    ROLLOUT_PATHS,
+    arm_id,
+    base_pins,
+    engine_knobs,
+    repeat_id,
+)
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.axes.base import Axis
 from rlmismatch.engines.fleet import Fleet
@@ -205,6 +219,8 @@ class Run:
         planted = {split_plant(text)[0] for text in s.plant}
         if s.command == "logprob" or any(a.family == "logprob" for p in planted for a in axes.axes_of_plant(p)):
             probes.append(Arm(id=LOGITS, pins=every - {"head_gemm", "logprob"} | base, probe="logits", paths=("prefill",)))
+        if s.command == "attention" or any(a.family == "attention" for p in planted for a in axes.axes_of_plant(p)):
+            probes.append(Arm(id=ATTENTION, pins=every - {"attention"} | base, probe="attention", paths=("prefill",)))
         if s.attribute:
             probes.append(Arm(id=BOUNDARY, pins=every, probe="boundary", paths=("prefill",)))
         arms = [Arm(id=name, pins=pins, paths=paths) for name, (pins, paths) in merged.items()]

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from rlmismatch import attribution, axes, verdict
 from rlmismatch.arms import NATIVE
-from rlmismatch.assemble import logprob, rows
+from rlmismatch.assemble import attention_trainer, logprob, rows
 from rlmismatch.assemble.defects import defects, over_limit
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.checkpoint import combine_digests
@@ -49,7 +49,7 @@ def report(folder: Path, *, budget: Sequence[str] = (), fail_on: str | None = No
     lines = () if void else limits.check(next((r.drift for r in ratios if r.name == "trainer/prefill"), None), oracle=errors)
     knobs = rows.knobs(evidence, book)
     gates = rows.gates(evidence)
-    measured = () if void else logprob.measures(evidence, book)
+    measured = () if void else (*attention_trainer.measures(evidence, book), *logprob.measures(evidence, book))
     found: tuple[verdict.Defect, ...] = () if void else (*defects(evidence, book), *over_limit(measured))
     plants = _plants(evidence)
     aligned = None if void else book.ratio("trainer/prefill")

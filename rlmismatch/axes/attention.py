@@ -274,7 +274,8 @@ ATTENTION: Final[tuple[Axis, ...]] = (
         measure="captured partials in all or sampled orders -> envelope; fixed fold; float64; forced splits on the same Q/K/V",
         hint="merge partial results in global block order, and partition the sequence the same way on both sides",
         zero={"no_merge": "CP1 on the trainer, one split on the rollout: nothing is merged"},
-        built="contract_only",
+        measured=True,
+        built="complete",
         plants=(
             Plant(
                 id="cp_contiguous_vs_zigzag",
@@ -342,7 +343,9 @@ ATTENTION: Final[tuple[Axis, ...]] = (
             "fixed dout; native three times (floor); native against reference against float64; backward fed the other kernel's (out, lse)"
         ),
         hint="use the trainer's deterministic attention backward",
-        plants=(Plant(id="dk_scaled", verdict="defect", what="dK comes out scaled by a constant", sides=("trainer",)),),
+        plants=(Plant(id="dk_scaled", verdict="defect", what="dK comes out scaled by a constant", sides=("trainer",), built=True),),
         side="trainer",
+        measured=True,
+        built="complete",
     ),
 )

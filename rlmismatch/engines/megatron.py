@@ -18,6 +18,7 @@ from rlmismatch.checkpoint import Checkpoint, digest
 from rlmismatch.contract import Reading
 from rlmismatch.engines import (
     logprob_knobs,
+    megatron_attention,
     megatron_cp,
     megatron_knobs,
     megatron_model,
@@ -110,10 +111,12 @@ class MegatronEngine:
         self._check(arm, sequences)
         knobs = self._knobs(arm)
         settings = self._planted(knobs.loss)
-        switch = OpSwitch(active=arm.pins, probe="none" if arm.probe == "logits" else arm.probe, recorder=Recorder())
+        switch = OpSwitch(active=arm.pins, probe=arm.probe if arm.probe in ("local", "boundary") else "none", recorder=Recorder())
         result = ArmResult(arm=arm, knobs=logprob_knobs.under_pin(knobs.outcomes, arm.pins))
         scores: dict[str, torch.Tensor] = {}
-        watch = megatron_probe.watching_head(self) if arm.probe == "logits" else contextlib.nullcontext()
+        watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if arm.probe in ("logits", "attention"):
+            watch = megatron_probe.watching_head(self) if arm.probe == "logits" else megatron_attention.watching(self)
         with installed(self.ops.patches(switch, settings)) as counter, watch as seen:
             for sequence in sequences[:1] if arm.probe == "boundary" else sequences:
                 scores[sequence.id] = self._score(sequence)
@@ -126,8 +129,10 @@ class MegatronEngine:
             result.local = switch.recorder.local_errors(self.tp.group)
         if arm.probe == "boundary":
             result.boundaries = self._boundaries(switch.recorder)
-        if seen is not None:
+        if arm.probe == "logits":
             result.boundaries = megatron_probe.probe(self, seen, scores, sequences)
+        if arm.probe == "attention":
+            result.boundaries = megatron_attention.probe(self, seen)
         result.seconds = time.perf_counter() - started
         return result
 

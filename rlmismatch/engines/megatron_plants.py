@@ -183,6 +183,22 @@ def _bf16_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     return out.permute(2, 0, 1, 3).flatten(2).to(query.dtype).contiguous()
 
 
+_DK_SCALE = 1.02
+
+
+def _dk_scaled(site: Site) -> Sequence[Patch]:
+    def make(native: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            # The value of K is untouched; what flows back through it is not.
+            out: torch.Tensor = native(query, key.detach() + (key - key.detach()) * _DK_SCALE, *args, **kwargs)
+            return out
+
+        return forward
+
+    cores = [layer.self_attention.core_attention for layer in site.layers]
+    return [Patch(target=core, name="forward", make=make, pins=(), label="plant dk_scaled") for core in cores]
+
+
 def _reduce_bf16(site: Site) -> Sequence[Patch]:
     def patch(module: Any) -> Patch:
         def forward(input_: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -283,6 +299,7 @@ PLANTS: Mapping[str, TrainerPlant] = {
             else None
         ),
     ),
+    "dk_scaled": TrainerPlant(what="dK of every layer is 2 % too large", apply=_dk_scaled, with_cp=False),
     "zero_grad_non_owner": TrainerPlant(
         what="ranks that do not own the target get no gradient",
         apply=lambda site: faults.zero_grad_non_owner(site.gpt, site.shard),

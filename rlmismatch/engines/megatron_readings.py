@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlmismatch.contract import not_applicable, read, unknown
-from rlmismatch.engines import megatron_cp, megatron_plants, megatron_trials
+from rlmismatch.engines import megatron_attention, megatron_cp, megatron_plants, megatron_trials
 from rlmismatch.engines.megatron_evidence import (
     Fields,
     by_table,
@@ -45,7 +45,7 @@ def read_all(engine: MegatronEngine) -> dict[str, Fields]:
         "attention.backend_reuse": fill(
             not_applicable("no other backend was asked to stand in"), "backend_candidate", "library_version", "backend_capability"
         ),
-        "attention.backward": forward_only("dq", "dk", "dv", "saved_forward_state", "backward_backend", "deterministic"),
+        "attention.backward": megatron_attention.backward_readings(engine),
         **logprob_family(engine),
         "model.weights": {
             "tied_head": read(engine.live_tied, "share_embeddings_and_output_weights, output_layer.weight"),

@@ -83,13 +83,14 @@ class Arm:
     pins: pin ids in force (pins/spec.py). paths: which scores to take. probe: ``local`` replays every pinned op's captured inputs
     through the native op, the pin and float64; ``boundary`` (all pins on, one sequence) also runs the native op on the same, equal
     inputs and keeps its output; ``logits`` keeps scored rows of the head, and what the side's own log-softmax makes of them
-    (engines/logprob_probe.py). settings: knob values for this arm only, e.g. ``{"logprob.reduce": "allgather_logits"}``.
+    (engines/logprob_probe.py); ``attention`` keeps attention's operands and output of one sequence (engines/attention_capture.py).
+    settings: knob values for this arm only, e.g. ``{"logprob.reduce": "allgather_logits"}``.
     """
 
     id: str
     pins: frozenset[str] = frozenset()
     paths: tuple[ScorePath, ...] = ()
-    probe: Literal["none", "local", "boundary", "logits"] = "none"
+    probe: Literal["none", "local", "boundary", "logits", "attention"] = "none"
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -110,7 +111,7 @@ class ArmResult:
     # pin id -> how often its replacement ran, summed over hooks; a requested pin with 0 calls is an error, not a pass
     calls: dict[str, int] = field(default_factory=dict)
     local: list[LocalError] = field(default_factory=list)
-    # boundary name -> native output on pinned (equal) inputs, canonical global layout; or the tensors of the probe ``logits``
+    # boundary name -> native output on pinned (equal) inputs, canonical global layout; or the tensors of ``logits``, ``attention``
     boundaries: dict[str, torch.Tensor] = field(default_factory=dict)
     # knob -> {"requested":, "actual":, "status": applied|fell_back|unsupported|unobservable, "reason":}
     knobs: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -22,6 +22,7 @@ from rlmismatch.checkpoint import Checkpoint
 from rlmismatch.contract import Reading
 from rlmismatch.engines import (
     logprob_knobs,
+    vllm_attention_capture,
     vllm_knobs,
     vllm_plants,
     vllm_probe,
@@ -123,18 +124,22 @@ class VllmEngine:
         self._check(arm, sequences)
         boundary = arm.probe == "boundary"
         recorder = Recorder()
-        switch = OpSwitch(active=arm.pins, probe="none" if arm.probe == "logits" else arm.probe, recorder=recorder)
+        switch = OpSwitch(active=arm.pins, probe=arm.probe if arm.probe in ("local", "boundary") else "none", recorder=recorder)
         knobs = vllm_knobs.resolve(self.config, arm.settings, self._live)
         pins = VllmPins(self._live, impl=self.config.impl, switch=switch, way=knobs.way)
         result = ArmResult(arm=arm, knobs=logprob_knobs.under_pin(knobs.outcomes, arm.pins))
-        watch = vllm_probe.watching_head(self._live) if arm.probe == "logits" else contextlib.nullcontext()
+        watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if arm.probe in ("logits", "attention"):
+            watch = (vllm_probe.watching_head if arm.probe == "logits" else vllm_attention_capture.watching)(self._live)
         with installed(pins.patches()) as counter, watch as seen:
             for path in ("prefill",) if boundary else arm.paths:
                 result.scores[path] = self._scorer.score(path, sequences[:1] if boundary else sequences)  # type: ignore[arg-type]
         result.calls = {pin: switch.calls[pin] for pin in sorted(arm.pins)}
         result.local = recorder.local_errors(self._host_group) if arm.probe == "local" else []
         result.boundaries = pins.boundaries(self._host_group) if boundary else {}
-        if seen is not None:
+        if arm.probe == "attention":
+            result.boundaries = vllm_attention_capture.probe(self._live, seen)
+        if arm.probe == "logits":
             result.boundaries = vllm_probe.probe(self._live, seen, result.scores["prefill"], sequences, self.config.impl)
         silent = counter.silent()
         if silent:

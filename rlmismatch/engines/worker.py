@@ -309,6 +309,8 @@ class _Session:
             arm = Arm.from_json(data)
             # The boundary probe keeps one sequence's outputs; the other sequences would only cost time.
             sequences = self.sequences[:1] if arm.probe == "boundary" else self.sequences
+            if arm.probe == "attention":
+                sequences = (max(self.sequences, key=lambda s: len(s.token_ids)),)
             result = self.engine.run(arm, sequences)
             result.scores = {path: reported(scores, sequences, self.worker.config.plants) for path, scores in result.scores.items()}
             if self._writes:

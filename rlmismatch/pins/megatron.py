@@ -97,28 +97,28 @@ class TrainerOps:
     def _rows(self, x_sBN: torch.Tensor) -> torch.Tensor:
         """[rows, N] of the residual stream: this rank's slice of the sequence under SP, all of it otherwise, without the padding."""
         if self.shape.cp.size > 1:
-            return self._whole(torch.cat(self.tp.gathered(x_sBN)) if self.shape.sp else x_sBN)
+            return self.rows_of(torch.cat(self.tp.gathered(x_sBN)) if self.shape.sp else x_sBN)
         start = x_sBN.shape[0] * self.tp.rank if self.shape.sp else 0
         return x_sBN[: max(0, self._tokens - start), 0]
 
-    def _whole(self, x_SBN: torch.Tensor) -> torch.Tensor:
+    def rows_of(self, x_SBN: torch.Tensor) -> torch.Tensor:
         """[T, ...]: the rows of every token in order of position, from this rank's share of the sequence, without the padding."""
         return self.shape.cp.whole(x_SBN)[: self._tokens, 0]
 
     def _heads(self, x_SBHD: torch.Tensor, owns: bool = True) -> torch.Tensor:
-        x_THD = self._whole(x_SBHD)
+        x_THD = self.rows_of(x_SBHD)
         return x_THD if owns else x_THD[:, :0]
 
     def _qkv_parts(self, here: str, y_SBN: torch.Tensor) -> Parts:
-        rows_TN = self._whole(y_SBN)
+        rows_TN = self.rows_of(y_SBN)
         return {f"{here}.{name}_proj": rows_TN[:, columns] for name, columns in self._qkv_columns.items()}
 
     def _gate_up_parts(self, here: str, y_SBN: torch.Tensor) -> Parts:
-        gate_TI, up_TI = self._whole(y_SBN).chunk(2, dim=-1)
+        gate_TI, up_TI = self.rows_of(y_SBN).chunk(2, dim=-1)
         return {f"{here}.gate_proj": gate_TI, f"{here}.up_proj": up_TI}
 
     def _head_parts(self, y_SBV: torch.Tensor) -> Parts:
-        return {"lm_head": self._whole(y_SBV)[:, : self.shard.real_width]}
+        return {"lm_head": self.rows_of(y_SBV)[:, : self.shard.real_width]}
 
     def _own_slice(self, x_SBH: torch.Tensor) -> torch.Tensor:
         return x_SBH.chunk(self.tp.size)[self.tp.rank].contiguous() if self.shape.sp else x_SBH
@@ -255,7 +255,7 @@ class TrainerOps:
             native=lambda: native_SBI,
             pinned=lambda: swiglu.swiglu_packed(gate_up(), impl=self.shape.impl),
             exact=lambda: swiglu_fp64.swiglu(*gate_up().chunk(2, dim=-1), out_dtype=torch.float64),
-            parts=lambda y: {f"layers.{layer}.activation": self._whole(y)},
+            parts=lambda y: {f"layers.{layer}.activation": self.rows_of(y)},
             split="columns",
         )
 

@@ -406,6 +406,13 @@ CASES: Final[tuple[Case, ...]] = (
         says="logits of other rows, [-1, 3] away on the rollout",
     ),
     Case(
+        plant="dk_scaled",
+        side="trainer",
+        word="DEFECT",
+        axis="attention.backward",
+        says="trainer dk of native, slope over the exact one, minus 1 is 0.02",
+    ),
+    Case(
         plant="zero_grad_non_owner",
         side="trainer",
         word="DEFECT",

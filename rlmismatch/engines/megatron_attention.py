@@ -1,0 +1,171 @@
+"""The trainer's part of the attention probe: core attention's live operands and output, and its backward for a fixed dout.
+
+The backward is that of the module as it stands, plants included, run three times: what differs between them is its floor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from rlmismatch.contract import read
+from rlmismatch.engines.attention_capture import Seen, joined, layers_kept
+from rlmismatch.engines.megatron_evidence import Fields, by_table, dtype_of, forward_only
+from rlmismatch.engines.megatron_model import causal_mask
+from rlmismatch.pins.hooks import Patch, installed
+
+if TYPE_CHECKING:
+    from rlmismatch.engines.megatron import MegatronEngine
+
+REPEATS: Final = 3
+GRADIENTS: Final = ("dq", "dk", "dv")
+FACTS: Final = ("largest_error", "mean_error", "mean_size", "slope", "repeats")  # of one gradient, over all ranks
+_TRIAL_ROWS: Final = 24
+_SLOPE: Final = 2.0**-7  # of a gradient over the exact one; rounding to bfloat16 has no bias
+_ERROR: Final = 2.0**-5  # mean error over mean size: far above what rounding costs, far below another formula's
+
+
+@contextlib.contextmanager
+def watching(engine: MegatronEngine) -> Iterator[Seen]:
+    """Keeps what core attention of `layers_kept` reads and writes of the one forward made while the context is open. Collective."""
+    seen = Seen()
+
+    def hook(index: int) -> Patch:
+        def make(native: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+                out: torch.Tensor = native(query, key, value, *args, **kwargs)
+                out_SBHD = out.view(*query.shape[:2], -1, query.shape[-1])
+                named = {"q": query, "k": key, "v": value, "out": out_SBHD}
+                seen.keep(index, **{name: engine.ops.rows_of(x_SBHD) for name, x_SBHD in named.items()})
+                return out
+
+            return forward
+
+        core = engine.gpt.decoder.layers[index].self_attention.core_attention
+        return Patch(target=core, name="forward", make=make, pins=(), label="probe")
+
+    with installed([hook(i) for i in layers_kept(engine.model.num_layers)]):
+        yield seen
+
+
+def probe(engine: MegatronEngine, seen: Seen) -> dict[str, torch.Tensor]:
+    """The tensors of `attention_capture`, and where one rank holds the whole sequence ``backward/...``. Collective."""
+    out = joined(seen.tensors, engine.tp, kv_copies=max(1, engine.tp.size // engine.model.num_kv_heads))
+    if engine.cp.size == 1:
+        for layer in layers_kept(engine.model.num_layers):
+            out |= _backward(engine, seen, layer)
+    return out
+
+
+def _backward(engine: MegatronEngine, seen: Seen, layer: int) -> dict[str, torch.Tensor]:
+    """``backward/native/layers.I.dq`` (dk, dv) -> float64 [5], its FACTS: |error| against float64, mean |exact|, slope of the gradient over
+    the exact one, and whether three runs gave the same bits. Collective."""
+    core = engine.gpt.decoder.layers[layer].self_attention.core_attention
+    qkv = tuple(seen.tensors[f"layers.{layer}.{name}"] for name in ("q", "k", "v"))
+    dout_THD = fixed_dout(engine, qkv[0])
+    runs = [_native_gradients(engine, core, qkv, dout_THD) for _ in range(REPEATS)]
+    exact = exact_gradients(*qkv, dout_THD, scale=engine.ops.shape.softmax_scale)
+    out = {}
+    for i, name in enumerate(GRADIENTS):
+        repeats = all(torch.equal(run[i], runs[0][i]) for run in runs[1:])
+        out[f"backward/native/layers.{layer}.{name}"] = _facts(engine, runs[0][i], exact[i], repeats)
+    return out
+
+
+def fixed_dout(engine: MegatronEngine, q_THD: torch.Tensor) -> torch.Tensor:
+    """[T, this rank's Hq, D] in q's dtype: normal numbers that depend on the global head alone, whatever TP is."""
+    generator = torch.Generator().manual_seed(engine.config.seed)
+    whole = torch.randn(q_THD.shape[0], engine.model.num_heads, q_THD.shape[2], generator=generator)
+    start = engine.tp.rank * q_THD.shape[1]
+    return whole[:, start : start + q_THD.shape[1]].to(q_THD)
+
+
+def _native_gradients(engine: MegatronEngine, core: Any, qkv: tuple[torch.Tensor, ...], dout_THD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """dq, dk, dv of the live core attention, in its dtype."""
+    leaves = [x_THD[:, None].detach().contiguous().requires_grad_() for x_THD in qkv]
+    local = engine.config.trainer_spec == "local"
+    mask = causal_mask(len(qkv[0]), engine.device) if local else None
+    mask_type = engine.gpt.decoder.layers[0].self_attention.attn_mask_type
+    was_training = core.training
+    core.train()  # what a backward needs is kept in train mode alone by some of Transformer Engine's backends; dropout is 0 but for a plant
+    try:
+        with torch.enable_grad():
+            out_SBN = core(*leaves, mask, attn_mask_type=mask_type)
+            found = torch.autograd.grad(out_SBN, leaves, dout_THD.flatten(1)[:, None].contiguous())
+    finally:
+        core.train(was_training)
+    return tuple(g[:, 0] for g in found)
+
+
+def exact_gradients(
+    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, dout_THD: torch.Tensor, *, scale: float
+) -> tuple[torch.Tensor, ...]:
+    """dq, dk, dv in float64, unrounded, of causal softmax attention at `scale`: torch's own differentiation of the formula."""
+    leaves = [x.detach().double().requires_grad_() for x in (q_THD, k_THD, v_THD)]
+    q, k, v = leaves
+    tokens, heads, _ = q.shape
+    group = heads // k.shape[1]
+    with torch.enable_grad():
+        score_HTN = torch.einsum("thd,nhd->htn", q, k.repeat_interleave(group, dim=1)) * scale
+        later = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
+        weight_HTN = score_HTN.masked_fill(later, -torch.inf).softmax(-1)
+        out_THD = torch.einsum("htn,nhd->thd", weight_HTN, v.repeat_interleave(group, dim=1))
+        return torch.autograd.grad(out_THD, leaves, dout_THD.double())
+
+
+def _facts(engine: MegatronEngine, grad_THD: torch.Tensor, exact_THD: torch.Tensor, repeats: bool) -> torch.Tensor:
+    """float64 [5]: FACTS, over the ranks of the TP group. Collective."""
+    error = (grad_THD.double() - exact_THD).abs()
+    own = torch.stack(
+        [
+            error.max(),
+            error.sum(),
+            exact_THD.abs().sum(),
+            (grad_THD.double() * exact_THD).sum(),
+            exact_THD.square().sum(),
+            error.new_tensor(float(repeats)),
+            error.new_tensor(float(error.numel())),
+        ]
+    )
+    ranks_R7 = torch.stack(engine.tp.gathered(own)).cpu()
+    total = ranks_R7.sum(0)
+    return torch.stack([ranks_R7[:, 0].max(), total[1] / total[6], total[2] / total[6], total[3] / total[4], ranks_R7[:, 5].amin()])
+
+
+def backward_readings(engine: MegatronEngine) -> Fields:
+    """The fields of attention.backward: from three backward runs of the live module on known operands. Collective."""
+    names = ("dq", "dk", "dv", "saved_forward_state", "backward_backend", "deterministic")
+    if engine.cp.size > 1:
+        return forward_only(*names)
+    source = f"trial: {_TRIAL_ROWS} rows through core_attention and back, {REPEATS} times"
+    te, size = engine.config.trainer_spec == "te", engine.tp.size
+    generator = torch.Generator().manual_seed(0)
+    heads = (engine.model.num_heads, engine.model.num_kv_heads, engine.model.num_kv_heads)
+    weight = engine.gpt.decoder.layers[0].self_attention.linear_qkv.weight
+    qkv = tuple(torch.randn(_TRIAL_ROWS, max(1, n // size), engine.model.head_dim, generator=generator).to(weight) for n in heads)
+    core, dout_THD = engine.gpt.decoder.layers[0].self_attention.core_attention, fixed_dout(engine, qkv[0])
+    runs = [_native_gradients(engine, core, qkv, dout_THD) for _ in range(REPEATS)]
+    exact = exact_gradients(*qkv, dout_THD, scale=engine.ops.shape.softmax_scale)
+    repeats = all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
+    fields: Fields = {}
+    for name, grad, truth in zip(GRADIENTS, runs[0], exact, strict=True):
+        facts = dict(zip(FACTS, _facts(engine, grad, truth, repeats).tolist(), strict=True))
+        fields[name] = read(_formula(facts, dtype_of(grad)), source)
+    saved = "out, lse" if te else "probabilities"
+    where = "transformer_engine: attention/dot_product_attention/backends.py" if te else "transformer/dot_product_attention.py: autograd"
+    return {
+        **fields,
+        "saved_forward_state": by_table(saved, where),
+        "backward_backend": by_table("transformer_engine" if te else "torch autograd of bmm and softmax", where),
+        "deterministic": read(repeats, source),
+    }
+
+
+def _formula(facts: Mapping[str, float], dtype: str) -> str:
+    """``softmax attention, bfloat16``, or what else the gradient is."""
+    if abs(facts["slope"] - 1.0) > _SLOPE:
+        return f"{facts['slope']:.4g} times softmax attention's, {dtype}"
+    return f"softmax attention's, {dtype}" if facts["mean_error"] <= _ERROR * facts["mean_size"] else f"another formula's, {dtype}"
