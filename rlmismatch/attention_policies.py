@@ -42,18 +42,15 @@ class Policy:
     def __str__(self) -> str:
         scores = "scores rounded" if self.scores_rounded else "scores float32"
         weights = {"float32": "probabilities float32", "rounded": "probabilities rounded", "rounded before the sum": "weights rounded"}
-        where = {
-            "final_write": "one cast",
-            "per_partial": f"a cast per partial of {self.block} keys",
-            "per_block": f"a cast per {self.block} keys",
-        }
-        return f"{scores}, {weights[self.probabilities]}, {where[self.downcast]}"
+        where = {"final_write": "one cast", "per_partial": "a cast per partial of", "per_block": "a cast per"}[self.downcast]
+        where = f"{where} {self.block} keys" if self.block else where
+        return f"{scores}, {weights[self.probabilities]}, {where}"
 
 
+_CASTS: Final[tuple[tuple[Downcast, int], ...]] = (("final_write", 0), ("per_partial", PARTIAL), *(("per_block", n) for n in KV_BLOCKS))
 POLICIES: Final[tuple[Policy, ...]] = tuple(
     Policy(scores_rounded=scores, probabilities=probabilities, downcast=downcast, block=block)
-    for scores, probabilities in itertools.product((False, True), get_args(Probabilities))
-    for downcast, block in (("final_write", 0), ("per_partial", PARTIAL), *(("per_block", block) for block in KV_BLOCKS))
+    for scores, probabilities, (downcast, block) in itertools.product((False, True), get_args(Probabilities), _CASTS)
 )
 
 

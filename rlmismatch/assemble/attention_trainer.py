@@ -133,10 +133,10 @@ def precision(side: SideName, of_layer: Mapping[str, Operands]) -> Iterator[Meas
     best = ranked[0]
     alike = [p for p in ranked[1:] if residuals[p] <= _ALIKE * residuals[best]]
     named = f"unobservable here: {len(alike) + 1} policies explain it alike, the first: {best}" if _undecided(best, alike) else str(best)
-    other = next(p for p in ranked if p not in (best, *alike))
-    note = f"{equal[best]} of {count} elements bit-equal; next: {other}, residual {residuals[other] / size:.3g}" + (
-        f"; alike: {'; '.join(map(str, alike))}" if alike else ""
-    )
+    notes = [f"{equal[best]} of {count} elements bit-equal"]
+    notes += [f"next: {p}, residual {residuals[p] / size:.3g}" for p in ranked if p not in (best, *alike)][:1]
+    notes += [f"alike: {', '.join(map(str, alike[:3]))}"] if alike else []
+    note = "; ".join(notes)
     yield MeasureRow(axis=axis, side=side, what=f"explained best by: {named}", value=residuals[best] / size, unit="", note=note)
     yield _fp8(side, of_layer, size)
 
@@ -175,15 +175,7 @@ def backward(tensors: Mapping[str, torch.Tensor]) -> Iterator[MeasureRow]:
         slope = max((abs(slope - 1.0) for *_, slope, _ in per_layer), key=lambda x: (math.isnan(x), x))
         repeats = all(facts[-1] == 1.0 for facts in per_layer)
         note = "three runs bit-equal" if repeats else "three runs differ: the backward adds in no fixed order"
-        yield MeasureRow(
-            axis=axis,
-            side="trainer",
-            what=f"{name} of {source}, mean error over mean size",
-            value=relative,
-            unit="",
-            limit=limit,
-            note=note,
-        )
-        yield MeasureRow(
-            axis=axis, side="trainer", what=f"{name} of {source}, slope over the exact one, minus 1", value=slope, unit="", limit=SLOPE
-        )
+        what = f"{name} of {source}, slope over the exact one, minus 1"
+        yield MeasureRow(axis=axis, side="trainer", what=what, value=slope, unit="", limit=SLOPE, note=note)
+        what = f"{name} of {source}, mean error over mean size"
+        yield MeasureRow(axis=axis, side="trainer", what=what, value=relative, unit="", limit=limit)

@@ -6,7 +6,7 @@ The backward is that of the module as it stands, plants included, run three time
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -67,7 +67,7 @@ def _backward(engine: MegatronEngine, seen: Seen, layer: int) -> dict[str, torch
     qkv = tuple(seen.tensors[f"layers.{layer}.{name}"] for name in ("q", "k", "v"))
     dout_THD = fixed_dout(engine, qkv[0])
     runs = [_native_gradients(engine, core, qkv, dout_THD) for _ in range(REPEATS)]
-    exact = exact_gradients(*qkv, dout_THD, scale=engine.ops.shape.softmax_scale)
+    exact = exact_gradients(qkv, dout_THD, scale=engine.ops.shape.softmax_scale)
     out = {}
     for i, name in enumerate(GRADIENTS):
         repeats = all(torch.equal(run[i], runs[0][i]) for run in runs[1:])
@@ -83,7 +83,7 @@ def fixed_dout(engine: MegatronEngine, q_THD: torch.Tensor) -> torch.Tensor:
     return whole[:, start : start + q_THD.shape[1]].to(q_THD)
 
 
-def _native_gradients(engine: MegatronEngine, core: Any, qkv: tuple[torch.Tensor, ...], dout_THD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _native_gradients(engine: MegatronEngine, core: Any, qkv: Sequence[torch.Tensor], dout_THD: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv of the live core attention, in its dtype."""
     leaves = [x_THD[:, None].detach().contiguous().requires_grad_() for x_THD in qkv]
     local = engine.config.trainer_spec == "local"
@@ -100,11 +100,9 @@ def _native_gradients(engine: MegatronEngine, core: Any, qkv: tuple[torch.Tensor
     return tuple(g[:, 0] for g in found)
 
 
-def exact_gradients(
-    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, dout_THD: torch.Tensor, *, scale: float
-) -> tuple[torch.Tensor, ...]:
+def exact_gradients(qkv: Sequence[torch.Tensor], dout_THD: torch.Tensor, *, scale: float) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv in float64, unrounded, of causal softmax attention at `scale`: torch's own differentiation of the formula."""
-    leaves = [x.detach().double().requires_grad_() for x in (q_THD, k_THD, v_THD)]
+    leaves = [x.detach().double().requires_grad_() for x in qkv]
     q, k, v = leaves
     tokens, heads, _ = q.shape
     group = heads // k.shape[1]
@@ -148,7 +146,7 @@ def backward_readings(engine: MegatronEngine) -> Fields:
     qkv = tuple(torch.randn(_TRIAL_ROWS, max(1, n // size), engine.model.head_dim, generator=generator).to(weight) for n in heads)
     core, dout_THD = engine.gpt.decoder.layers[0].self_attention.core_attention, fixed_dout(engine, qkv[0])
     runs = [_native_gradients(engine, core, qkv, dout_THD) for _ in range(REPEATS)]
-    exact = exact_gradients(*qkv, dout_THD, scale=engine.ops.shape.softmax_scale)
+    exact = exact_gradients(qkv, dout_THD, scale=engine.ops.shape.softmax_scale)
     repeats = all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
     fields: Fields = {}
     for name, grad, truth in zip(GRADIENTS, runs[0], exact, strict=True):
