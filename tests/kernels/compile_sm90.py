@@ -14,6 +14,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from rlmismatch.kernels.attention import triton as attention
+from rlmismatch.kernels.attention.order import Scores
+from rlmismatch.kernels.attention_backward import triton as attention_backward
 from rlmismatch.kernels.gemm import triton as gemm
 from rlmismatch.kernels.logprob import triton as logprob
 from rlmismatch.kernels.logprob_backward import triton as logprob_backward
@@ -85,6 +87,9 @@ def main() -> None:
     attention.paged(q, cache, cache, torch.zeros(2, 32, dtype=torch.int32), (0, 1, 2), (2000, 900), scale=0.1)
     q = torch.zeros(70, 3, 64)
     attention.causal(q, q, q, (0, 70), scale=0.1)
+    scores, lse = Scores(scale=0.1, window=100, soft_cap=30.0), torch.zeros(16, 512)
+    q, k = torch.zeros(512, 16, 128, dtype=BF16), torch.zeros(512, 8, 128, dtype=BF16)
+    attention_backward.causal_backward(q, k, k, q, lse, q, (0, 512), scores=scores, sinks_H=torch.zeros(16))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from rlmismatch.kernels import reduce
 from rlmismatch.kernels.common.dispatch import Impl
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-OPS = ("gemm", "reduce", "norm", "rope", "attention", "swiglu", "logprob", "logprob_backward")
+OPS = ("gemm", "reduce", "norm", "rope", "attention", "attention_backward", "swiglu", "logprob", "logprob_backward")
 
 
 def _import_kernels_for_the_interpreter() -> None:

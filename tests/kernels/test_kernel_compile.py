@@ -29,6 +29,10 @@ _KERNELS = {
     "_fold_entropy_kernel",
     "_attention_kernel",
     "_attention_merge_kernel",
+    "_delta_kernel",
+    "_dkdv_kernel",
+    "_dq_kernel",
+    "_dsinks_kernel",
 }
 
 
@@ -61,3 +65,4 @@ def test_matrix_products_use_the_tensor_cores(compiled: list[tuple[str, int, str
     assert on_tensor_cores.count("_descriptor_kernel") == 15
     assert on_tensor_cores.count("_pointer_kernel") == 3
     assert on_tensor_cores.count("_attention_kernel") == 7
+    assert {"_dkdv_kernel", "_dq_kernel"} <= set(on_tensor_cores)

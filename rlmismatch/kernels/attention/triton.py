@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 
 from rlmismatch.kernels.attention.order import LOG2_E, SPLIT, Scores, Segment, kv_tile
-from rlmismatch.kernels.attention.triton_fold import finish, join, step
+from rlmismatch.kernels.attention.triton_fold import finish, join, row_sum, step
 from rlmismatch.kernels.common.triton import INTERPRETED, TL_DTYPE, round_to, storage, tanh, widen
 
 _MERGE_ROWS = 16
-_FEW_PROGRAMS = 4 * 132  # below this, the splits of a row run in programs of their own
+# Below as many programs the splits of a row run in programs of their own. The interpreter runs one after another anyhow.
+_FEW_PROGRAMS = 0 if INTERPRETED.value else 4 * 132
 
 
 def causal(
@@ -132,7 +133,7 @@ def _rows(
     kv_heads = k_NBHD.shape[2]
     block_m, _, _ = _tile(segments, heads // kv_heads, q_THD.element_size(), head_dim)
     blocks = triton.cdiv(max((s.rows for s in segments), default=0), block_m // (heads // kv_heads))
-    if blocks * kv_heads * len(segments) < _FEW_PROGRAMS and _split_count(segments, scores, SPLIT)[1] > 1 and not INTERPRETED.value:
+    if blocks * kv_heads * len(segments) < _FEW_PROGRAMS and _split_count(segments, scores, SPLIT)[1] > 1:
         return merge(*_splits(q_THD, k_NBHD, v_NBHD, table_SN, segments, scores, SPLIT), sinks_H, out_dtype=q_THD.dtype)
     out_THD = torch.empty(q_THD.shape, dtype=storage(q_THD.dtype), device=q_THD.device)
     lse_HT = torch.empty((heads, tokens), dtype=torch.float32, device=q_THD.device)
@@ -340,7 +341,7 @@ def _attention_kernel(
 
     k_ptr += kv_head * stride_kh
     v_ptr += kv_head * stride_vh
-    largest = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
+    origin = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     whole = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
@@ -368,17 +369,17 @@ def _attention_kernel(
         if WINDOWED:
             seen = seen & (n[None, :] > position[:, None] - window)
         score = tl.where(seen, score, -float("inf"))
-        weight, decay, largest = step(score, largest, to_log2)
-        total = tl.fma(total, decay, tl.sum(weight, axis=1))
+        weight, decay, origin = step(score, origin, to_log2)
+        total = tl.fma(total, decay, row_sum(weight))
         acc = tl.dot(round_to(weight, dtype).to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         if not APART and (tile + 1) % (SPLIT // TILE) == 0:
-            part, part_lse = finish(acc, largest, total, to_log2)
+            part, part_lse = finish(acc, origin, total)
             whole, whole_lse = join(whole, whole_lse, part, part_lse)
             acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
             total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-            largest = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
+            origin = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
 
-    part, part_lse = finish(acc, largest, total, to_log2)
+    part, part_lse = finish(acc, origin, total)
     if APART:
         whole, whole_lse = part, part_lse
         out_ptr += (split - first_split).to(tl.int64) * tokens * HEADS * HEAD_DIM
