@@ -2,7 +2,7 @@
 
 Medians of repeated launches with a cold L2 (triton.testing.do_bench); for the GEMMs of CUDA-graph replays over several weights,
 and beside it "eager", the same by do_bench, where a short kernel waits for the host. The rate is the kernel's own: arithmetic
-that the operation needs, or bytes that it must move, over its time.
+that the operation needs, or bytes that it must move, over its time. Memory is the peak above what the inputs hold, where it is asked for.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Case:
     work: float
     unit: Literal["TFLOP/s", "GB/s"]
     graphed: bool = False
+    memory: bool = False  # peak memory of both is measured as well
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,8 @@ class Timing:
     unit: str
     ours_eager_us: float | None
     baseline_eager_us: float | None
+    ours_peak_mb: float | None = None
+    baseline_peak_mb: float | None = None
 
     @property
     def speed(self) -> float:
@@ -302,9 +305,37 @@ def _linear_pair(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tens
     return logprob_linear.backward(hidden, weight, targets, grads, normaliser=normaliser, vocab_start=0, vocab_size=VOCAB, impl="triton")
 
 
-def _linear_cross_entropy_pair(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, grads: torch.Tensor) -> object:
+def _linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(functional.linear(hidden, weight), targets)
+
+
+LinearLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # mean loss of hidden rows, head, targets
+
+
+def _forward_and_backward(loss: LinearLoss, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> object:
+    """Of the mean loss: the public fused kernels take no gradient a row."""
     x, w = hidden.requires_grad_(), weight.requires_grad_()
-    return torch.autograd.grad(functional.cross_entropy(functional.linear(x, w), targets, reduction="none"), (x, w), grads.to(BF16))
+    return torch.autograd.grad(loss(x, w, targets), (x, w))
+
+
+def _linear_baselines() -> list[tuple[str, LinearLoss]]:
+    """Head and cross entropy in one, of torch and of each project that is installed; stderr says which are not."""
+    baselines: list[tuple[str, LinearLoss]] = [("F.linear, F.cross_entropy", _linear_cross_entropy)]
+    try:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    except ImportError as missing:
+        print(f"Liger's fused linear cross entropy is not timed: {missing}", file=sys.stderr)
+    else:
+        liger = LigerFusedLinearCrossEntropyLoss()
+        baselines.append(("Liger", lambda x, w, y: liger(w, x, y)))
+    try:
+        from cut_cross_entropy import linear_cross_entropy
+    except ImportError as missing:
+        print(f"cut-cross-entropy is not timed: {missing}", file=sys.stderr)
+    else:
+        baselines.append(("cut-cross-entropy", linear_cross_entropy))
+        baselines.append(("cut-cross-entropy, exact", partial(linear_cross_entropy, filter_eps=None)))
+    return baselines
 
 
 def _logprob_backward() -> Iterator[Case]:
@@ -328,17 +359,22 @@ def _logprob_backward() -> Iterator[Case]:
         theirs=partial(_cross_entropy_pair, logits.clone(), targets, grads),
         work=8.0 * rows * VOCAB,  # read twice in bfloat16, written once in float32
         unit="GB/s",
+        memory=True,
     )
-    hidden, weight = _randn(rows, width), _randn(VOCAB, width)
-    yield Case(
-        kernel="logprob_linear forward + backward",
-        shape=f"{rows} x {width} x {VOCAB}",
-        ours=partial(_linear_pair, hidden, weight, targets, grads),
-        baseline="F.linear, F.cross_entropy",
-        theirs=partial(_linear_cross_entropy_pair, hidden.clone(), weight.clone(), targets, grads),
-        work=8.0 * rows * width * VOCAB,  # logits twice, dhidden, dweight
-        unit="TFLOP/s",
-    )
+    del logits
+    hidden, weight = _randn(rows, width), _randn(VOCAB, width) * width**-0.5
+    leaves = hidden.clone(), weight.clone()
+    for baseline, theirs in _linear_baselines():
+        yield Case(
+            kernel="logprob_linear forward + backward",
+            shape=f"{rows} x {width} x {VOCAB}",
+            ours=partial(_linear_pair, hidden, weight, targets, grads),
+            baseline=baseline,
+            theirs=partial(_forward_and_backward, theirs, *leaves, targets),
+            work=8.0 * rows * width * VOCAB,  # logits twice, dhidden, dweight
+            unit="TFLOP/s",
+            memory=True,
+        )
 
 
 SUITES: dict[str, Callable[[], Iterator[Case]]] = {
@@ -369,7 +405,20 @@ def measure(case: Case) -> Timing:
         unit=case.unit,
         ours_eager_us=eager[0] if case.graphed else None,
         baseline_eager_us=eager[1] if case.graphed else None,
+        ours_peak_mb=_peak_mb(case.ours) if case.memory else None,
+        baseline_peak_mb=_peak_mb(case.theirs) if case.memory else None,
     )
+
+
+def _peak_mb(run: Callable[[], object]) -> float:
+    """Largest memory in use above what was in use before, MB; the result included."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = run()
+    torch.cuda.synchronize()
+    del result
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
 def _eager_us(run: Callable[[], object]) -> float:
@@ -398,7 +447,11 @@ def _graph_us(run: Callable[[], object], *, longest_us: float) -> float:
 
 def _line(t: Timing) -> str:
     line = f"{t.kernel:32}{t.shape:40}{t.ours_us:12.1f}{t.baseline_us:12.1f}  {t.baseline:22}{t.speed:8.2f}{t.rate:10.1f} {t.unit}"
-    return line if t.ours_eager_us is None else f"{line}  eager {t.ours_eager_us:.1f} and {t.baseline_eager_us:.1f}"
+    if t.ours_eager_us is not None:
+        line += f"  eager {t.ours_eager_us:.1f} and {t.baseline_eager_us:.1f}"
+    if t.ours_peak_mb is not None:
+        line += f"  peak {t.ours_peak_mb:.0f} and {t.baseline_peak_mb:.0f} MB"
+    return line
 
 
 def main() -> None:

@@ -58,11 +58,12 @@ def dlogits(
     vocab_size: int,
     impl: Impl,
     temperature: float = 1.0,
+    out_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """float32 [T, Vlocal]: gradient of ``sum(grad_T * logp_T)`` by this rank's logits; 0 in columns of padding.
+    """[T, Vlocal] in `out_dtype`: gradient of ``sum(grad_T * logp_T)`` by this rank's logits; 0 in columns of padding.
 
     logits_TV: [T, Vlocal], the columns from `vocab_start` on, in bf16, fp16 or fp32. targets_T: global ids. grad_T: float32 [T], one
-    grad_output a row. The result is float32 whatever the logits are: a cast is the caller's, in one rounding.
+    grad_output a row. The result is computed in float32 (float64 for reference) whatever the logits are, and rounded once.
     Raises ValueError for shapes that do not fit, ContractError for a target outside the vocabulary.
     """
     shard = Shard.of(vocab_start=vocab_start, local_width=logits_TV.shape[1], vocab_size=vocab_size)
@@ -78,6 +79,7 @@ def dlogits(
         normaliser.logsum_T,
         columns=shard.columns,
         temperature=temperature,
+        out_dtype=out_dtype,
     )
     return out_TV
 

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rlmismatch.kernels.common.triton import INTERPRETED, exp, log, widen
+from rlmismatch.kernels.common.triton import INTERPRETED, exp, exp_below, log, storage, widen
 from rlmismatch.kernels.logprob.partials import WIDTH, tile_count
 
 # Rows and columns (gradient), rows and tiles (entropy tiles), rows (fold) of one program. Constants: see the kernels.
@@ -23,10 +23,11 @@ def dlogits(
     *,
     columns: int,
     temperature: float,
+    out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """float32 [T, V]; 0 in columns from `columns` on."""
+    """[T, V] in `out_dtype`, rounded once; 0 in columns from `columns` on."""
     rows, width = logits_TV.shape
-    grad_TV = torch.empty((rows, width), dtype=torch.float32, device=logits_TV.device)
+    grad_TV = torch.empty((rows, width), dtype=storage(out_dtype), device=logits_TV.device)
     if grad_TV.numel():
         logits = widen(logits_TV)
         grid = (triton.cdiv(rows, _GRAD_ROWS), triton.cdiv(width, _GRAD_COLUMNS))
@@ -42,11 +43,12 @@ def dlogits(
             columns,
             *logits.stride(),
             temperature,
+            SCALED=temperature != 1.0,
             BLOCK_T=_GRAD_ROWS,
             BLOCK_V=_GRAD_COLUMNS,
             enable_fp_fusion=False,
         )
-    return grad_TV
+    return grad_TV.to(out_dtype)
 
 
 def entropy_tiles(logits_TV: torch.Tensor, *, columns: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -66,6 +68,7 @@ def entropy_tiles(logits_TV: torch.Tensor, *, columns: int, temperature: float) 
             columns,
             *logits.stride(),
             temperature,
+            SCALED=temperature != 1.0,
             WIDTH=WIDTH,
             BLOCK_T=_TILE_ROWS,
             BLOCK_J=_TILES,
@@ -107,6 +110,7 @@ def _dlogits_kernel(
     stride_t,
     stride_v,
     temperature,
+    SCALED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -121,10 +125,13 @@ def _dlogits_kernel(
     local = tl.load(local_ptr + t, mask=row, other=-1)
     t64 = t.to(tl.int64)[:, None]
     x = tl.load(logits_ptr + t64 * stride_t + v.to(tl.int64)[None, :] * stride_v, mask=real, other=0.0).to(tl.float32)
-    scale = tl.zeros_like(x) + temperature
-    p = exp((tl.div_rn(x, scale) - largest[:, None]) - logsum[:, None])
-    onehot = tl.where(v[None, :] == local[:, None], 1.0, 0.0)
-    out = grad[:, None] * tl.div_rn(onehot - p, scale)
+    if SCALED:  # a division by 1 costs more than all the rest, and changes nothing
+        x = tl.div_rn(x, tl.zeros_like(x) + temperature)
+    p = exp_below((x - largest[:, None]) - logsum[:, None])
+    out = tl.where(v[None, :] == local[:, None], 1.0, 0.0) - p
+    if SCALED:
+        out = tl.div_rn(out, tl.zeros_like(out) + temperature)
+    out = grad[:, None] * out
     tl.store(out_ptr + t64 * width + v[None, :], tl.where(real, out, 0.0), mask=row[:, None] & (v < width)[None, :])
 
 
@@ -140,6 +147,7 @@ def _entropy_tiles_kernel(
     stride_t,
     stride_v,
     temperature,
+    SCALED: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_J: tl.constexpr,
@@ -152,10 +160,11 @@ def _entropy_tiles_kernel(
     mask = (t < rows)[:, None] & (v < columns)
     t64 = t.to(tl.int64)
     x = tl.load(logits_ptr + t64[:, None] * stride_t + v.to(tl.int64) * stride_v, mask=mask, other=-float("inf")).to(tl.float32)
-    x = tl.div_rn(x, tl.zeros_like(x) + temperature)
+    if SCALED:
+        x = tl.div_rn(x, tl.zeros_like(x) + temperature)
     largest = tl.max(x, axis=1)
     below = x - tl.where(largest == -float("inf"), 0.0, largest)[:, None]
-    e = exp(below)
+    e = exp_below(below)
     # A column of probability 0 adds 0: -inf * 0 is not a number.
     weighted = tl.sum(tl.where(below == -float("inf"), 0.0, below) * e, axis=1)
     live = (t < rows) & (j < count)

@@ -3,8 +3,9 @@
 A composition of `gemm`, `logprob` and `logprob_backward`, a block of the head's rows at a time. An element of a GEMM depends on no other
 column and a tile on no other tile, so the log-probs have the bits of the path that holds all logits, whatever the block.
 
-The gradients are sums over blocks in ascending order: ``dhidden = sum_b dlogits_b @ W_b`` and ``dweight_b = dlogits_b^T @ hidden``, in
-float64 (reference) or float32 (triton), rounded once at the end.
+The gradients are sums over blocks in ascending order: ``dhidden = sum_b dlogits_b @ W_b`` and ``dweight_b = dlogits_b^T @ hidden``, by
+`gemm`, in float64 (reference) or float32 (triton), rounded once at the end. dlogits enter them in the dtype of the hidden rows, rounded
+once, as an autograd graph through logits of that dtype would hand them on.
 """
 
 from __future__ import annotations
@@ -106,7 +107,6 @@ def backward(
     wide = torch.float64 if impl == "reference" else torch.float32
     dhidden_TH = torch.zeros(hidden_TH.shape, dtype=wide, device=hidden_TH.device)
     dweight_VH = torch.empty(weight_VH.shape, dtype=torch.float32, device=hidden_TH.device)
-    hidden = hidden_TH.to(wide)
     first = 0
     for start, block_TV in _blocks(hidden_TH, weight_VH, vocab_start, block_size, impl, logits_dtype):
         dlogits_TV = logprob_backward.dlogits(
@@ -118,10 +118,11 @@ def backward(
             vocab_size=vocab_size,
             impl=impl,
             temperature=temperature,
-        ).to(wide)
+            out_dtype=hidden_TH.dtype,
+        )
         rows = slice(first, first + block_TV.shape[1])
-        dhidden_TH += dlogits_TV @ weight_VH[rows].to(wide)
-        dweight_VH[rows] = (dlogits_TV.T @ hidden).float()
+        dhidden_TH += gemm.grad_input(dlogits_TV, weight_VH[rows], impl=impl, out_dtype=wide)
+        dweight_VH[rows] = gemm.grad_weight(dlogits_TV, hidden_TH, impl=impl)
         first += block_TV.shape[1]
     return Gradients(dhidden_TH=dhidden_TH.float(), dweight_VH=dweight_VH)
 
