@@ -123,6 +123,28 @@ def test_logprob(randn: Randn, dtype: torch.dtype) -> None:
     assert_within_budget(whole, exact, plain)
 
 
+def test_logprob_of_many_rows(randn: Randn) -> None:
+    """One program a row has the bits of tiles spread over the card; accuracy no worse than F.cross_entropy of float32 logits."""
+    rows = 512
+    logits, targets = randn(rows, VOCAB, dtype=BF16, scale=3.0), torch.arange(rows, device="cuda") * 293 % VOCAB
+    whole = logprob.selected(logits, targets, vocab_size=VOCAB, impl="triton")
+    for picked in (slice(0, 1), slice(100, 163), slice(0, 300)):
+        assert torch.equal(logprob.selected(logits[picked], targets[picked], vocab_size=VOCAB, impl="triton"), whole[picked])
+    for width in (76032, 75968):
+        parts = [
+            logprob.partials(logits[:, b : b + width], targets, vocab_start=b, vocab_size=VOCAB, impl="triton")
+            for b in range(0, VOCAB, width)
+        ]
+        assert torch.equal(logprob.merge(parts, vocab_size=VOCAB, impl="triton"), whole)
+    every = logprob.log_softmax(logits, vocab_size=VOCAB, impl="triton")
+    assert torch.equal(every.gather(1, targets[:, None])[:, 0], whole)
+    exact = logits.double().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    plain = -torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
+    ours, theirs = ((x.double() - exact).abs() for x in (whole, plain))
+    assert ours.mean() <= theirs.mean()
+    assert ours.max() <= theirs.max()
+
+
 def _paged(k: torch.Tensor, v: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One sequence in shuffled pages of an interleaved cache [blocks, 2, B, Hkv, D] whose other slots are NaN."""
     needed = -(-len(k) // block_size)

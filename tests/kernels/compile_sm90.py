@@ -75,8 +75,10 @@ def main() -> None:
     normaliser = logprob.normaliser(*logprob.tiles(logits, columns=151936, temperature=0.7))
     logprob.gather(logits, rows, rows == 0, temperature=0.7)
     logprob.log_softmax(logits, *normaliser, columns=151936, temperature=0.7)
-    logprob.tiles(logits, columns=151936, temperature=1.0)
-    logprob_backward.dlogits(logits, rows, torch.zeros(2), *normaliser, columns=151936, temperature=0.7)
+    for temperature in (0.7, 1.0):
+        logprob.rows(logits, rows, columns=151936, temperature=temperature)
+        logprob.fused_rows(logits, rows, *(torch.zeros(2) for _ in range(3)), columns=151936, temperature=temperature)
+    logprob_backward.dlogits(logits, rows, torch.zeros(2), *normaliser, columns=151936, temperature=0.7, out_dtype=BF16)
     logprob_backward.fold_entropy(*logprob_backward.entropy_tiles(logits, columns=151936, temperature=0.7))
     for tokens in (1, 64, 512):
         q, k = torch.zeros(tokens, 16, 128, dtype=BF16), torch.zeros(tokens, 8, 128, dtype=BF16)

@@ -24,6 +24,8 @@ _KERNELS = {
     "_gather_kernel",
     "_fold_kernel",
     "_log_softmax_kernel",
+    "_pick_kernel",
+    "_rows_kernel",
     "_dlogits_kernel",
     "_entropy_tiles_kernel",
     "_fold_entropy_kernel",

@@ -10,6 +10,7 @@ import torch
 
 from rlmismatch.errors import ContractError
 from rlmismatch.kernels import logprob
+from rlmismatch.kernels.common.triton import widen
 from rlmismatch.kernels.logprob import Impl, VocabPartials
 from tests.kernels.budget import assert_within_budget
 from tests.kernels.conftest import DEVICE
@@ -71,6 +72,23 @@ def test_partials_are_slices_of_the_whole(randn: Randn, impl: Impl) -> None:
     assert torch.equal(torch.cat([p.sumexp_TJ for p in parts], dim=1), whole.sumexp_TJ)
     assert torch.equal(parts[0].owns_T, targets < 640)
     assert parts[0].target_T[targets >= 640].isnan().all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("columns", [VOCAB, 4096, 9000])
+def test_one_launch_has_the_bits_of_tiles_and_fold(randn: Randn, dtype: torch.dtype, columns: int, temperature: float) -> None:
+    from rlmismatch.kernels.logprob import triton as kernels
+
+    logits, targets = widen(randn(6, columns + 5, dtype=dtype, scale=3.0)), torch.tensor([0, 63, 64, columns - 1, columns, -1]).to(DEVICE)
+    logits[:, columns:] = torch.nan
+    fused = tuple(torch.full((6,), torch.nan, device=DEVICE) for _ in range(3))
+    kernels.fused_rows(logits, targets, *fused, columns=columns, temperature=temperature)
+    max_T, logsum_T = kernels.normaliser(*kernels.tiles(logits, columns=columns, temperature=temperature))
+    target_T = kernels.gather(logits, targets.clamp(0, columns - 1), targets >= 0, temperature=temperature)
+    assert torch.equal(fused[1], max_T)
+    assert torch.equal(fused[2], logsum_T)
+    assert torch.equal(fused[0][:4], kernels.selected(target_T, max_T, logsum_T)[:4])
+    assert fused[0][4:].isnan().all()  # no target there
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -28,26 +28,31 @@ def selected(logits_TV: torch.Tensor, targets_T: torch.Tensor, *, vocab_size: in
     _require_all_columns(logits_TV, vocab_size)
     check_targets(targets_T, rows=logits_TV.shape[0])
     module: Any = implementation("logprob", impl, logits_TV, targets_T)
-    normaliser = module.normaliser(*module.tiles(logits_TV, columns=vocab_size, temperature=temperature))
-    target_T = targets_T.long()
-    owns_T = (target_T >= 0) & (target_T < vocab_size)
-    logp_T: torch.Tensor = module.selected(module.gather(logits_TV, target_T, owns_T, temperature=temperature), *normaliser)
-    # Last: the check waits for the GPU, which has all the work by now. A target outside was gathered as NaN.
+    logp_T: torch.Tensor = module.rows(logits_TV, targets_T, columns=vocab_size, temperature=temperature)[0]
+    # Last: the check waits for the GPU, which has all the work by now. A target outside was scored NaN.
     require_targets(targets_T, rows=logits_TV.shape[0], vocab_size=vocab_size)
     return logp_T
 
 
 def partials(
-    logits_TV: torch.Tensor, targets_T: torch.Tensor, *, vocab_start: int, vocab_size: int, impl: Impl, temperature: float = 1.0
+    logits_TV: torch.Tensor,
+    targets_T: torch.Tensor,
+    *,
+    vocab_start: int,
+    vocab_size: int,
+    impl: Impl,
+    temperature: float = 1.0,
+    targets_checked: bool = False,
 ) -> VocabPartials:
     """One rank's part. logits_TV: [T, Vlocal], the columns from `vocab_start` on; targets_T: [T], global ids, equal on all ranks.
 
     Columns at or above `vocab_size` (padding rows of the head) are not read. Raises ValueError if the shard cuts a tile, ContractError for
-    a target outside ``[0, vocab_size)``, on every rank alike.
+    a target outside ``[0, vocab_size)``, on every rank alike, unless the caller has called `require_targets` already: it waits for the GPU.
     """
     _check(logits_TV, temperature)
     shard = Shard.of(vocab_start=vocab_start, local_width=logits_TV.shape[1], vocab_size=vocab_size)
-    require_targets(targets_T, rows=logits_TV.shape[0], vocab_size=vocab_size)
+    if not targets_checked:
+        require_targets(targets_T, rows=logits_TV.shape[0], vocab_size=vocab_size)
     module = implementation("logprob", impl, logits_TV, targets_T)
     local_T = targets_T.long() - shard.start
     owns_T = (local_T >= 0) & (local_T < shard.columns)

@@ -81,9 +81,11 @@ def check_targets(targets_T: torch.Tensor, *, rows: int) -> None:
 def require_targets(targets_T: torch.Tensor, *, rows: int, vocab_size: int) -> None:
     """`check_targets`, and ContractError for a target that is no token (a padding id, -100)."""
     check_targets(targets_T, rows=rows)
-    outside = (targets_T < 0) | (targets_T >= vocab_size)
-    if bool(outside.any()):
-        row = int(outside.int().argmax())
+    if not rows:
+        return
+    low, high = torch.stack(targets_T.aminmax()).tolist()  # one wait for the GPU
+    if low < 0 or high >= vocab_size:
+        row = int(((targets_T < 0) | (targets_T >= vocab_size)).int().argmax())
         raise ContractError(
             "target-outside-vocabulary",
             f"target {int(targets_T[row])} of row {row} is not in [0, {vocab_size})",

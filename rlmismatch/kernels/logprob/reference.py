@@ -10,6 +10,16 @@ from rlmismatch.kernels.logprob.partials import WIDTH, tile_count
 _BLOCK_ELEMENTS = 2**24  # bounds the float64 copy of a large vocabulary; rows are independent
 
 
+def rows(
+    logits_TV: torch.Tensor, targets_T: torch.Tensor, *, columns: int, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log-prob of the target float32, M, L float64) of the first `columns` columns: [T] each; NaN for a target outside them."""
+    max_T, logsum_T = normaliser(*tiles(logits_TV, columns=columns, temperature=temperature))
+    inside_T = (targets_T >= 0) & (targets_T < columns)
+    target_T = gather(logits_TV, targets_T.long(), inside_T, temperature=temperature)
+    return selected(target_T, max_T, logsum_T), max_T, logsum_T
+
+
 def tiles(logits_TV: torch.Tensor, *, columns: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(max, sum of exp(x - max)) of every tile of the first `columns` columns: float64 [T, J] each."""
     pad = tile_count(columns) * WIDTH - columns

@@ -1,17 +1,80 @@
-"""Triton kernels of `logprob`: tiles of the vocabulary, their fold, and the subtraction."""
+"""Triton kernels of `logprob`: tiles of the vocabulary, their fold, and the subtraction.
+
+The fold of a row's tiles is one order, in two places: `_fold_kernel` reads the tiles of all ranks, `_rows_kernel` folds each as it comes
+from the logits, which spares their way through memory. A GPU test shows that no bit depends on which of the two ran.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
-from rlmismatch.kernels.common.triton import INTERPRETED, exp, exp_below, log, widen
+from rlmismatch.kernels.common.triton import INTERPRETED, exp_below, log, widen
 from rlmismatch.kernels.logprob.partials import WIDTH, tile_count
 
 # Rows and tiles (tiles kernel), rows (fold), rows and columns (subtraction) of one program. Constants: see the kernels.
-_TILE_ROWS, _TILES = (16, 32) if INTERPRETED.value else (1, 32)
+_TILE_ROWS, _TILES, _TILE_WARPS = (16, 32, 4) if INTERPRETED.value else (1, 32, 1)
 _FOLD_ROWS = 16 if INTERPRETED.value else 1
-_FOLD_LANES = 1024
-_OUT_ROWS, _OUT_COLUMNS = (16, 4096) if INTERPRETED.value else (1, 2048)
+_LANES = 64
+_OUT_ROWS, _OUT_COLUMNS, _OUT_STEPS = (16, 4096, 1) if INTERPRETED.value else (1, 2048, 8)
+_FILLED = 264  # rows from which one program a row fills an H200; below, a row is spread over many
+
+
+def rows(
+    logits_TV: torch.Tensor, targets_T: torch.Tensor, *, columns: int, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log-prob of the target, M, L) of the first `columns` columns: float32 [T] each; NaN for a target outside them."""
+    logits = widen(logits_TV)
+    count = logits.shape[0]
+    logp_T = torch.empty(count, dtype=torch.float32, device=logits.device)
+    if count < _FILLED or INTERPRETED.value:
+        max_T, logsum_T = normaliser(*tiles(logits_TV, columns=columns, temperature=temperature))
+        if count:
+            _pick_kernel[(triton.cdiv(count, 128),)](
+                logits,
+                targets_T,
+                max_T,
+                logsum_T,
+                logp_T,
+                count,
+                columns,
+                *logits.stride(),
+                temperature,
+                SCALED=temperature != 1.0,
+                BLOCK_T=128,
+                enable_fp_fusion=False,
+            )
+        return logp_T, max_T, logsum_T
+    max_T, logsum_T = torch.empty_like(logp_T), torch.empty_like(logp_T)
+    fused_rows(logits, targets_T, logp_T, max_T, logsum_T, columns=columns, temperature=temperature)
+    return logp_T, max_T, logsum_T
+
+
+def fused_rows(
+    logits: torch.Tensor,
+    targets_T: torch.Tensor,
+    logp_T: torch.Tensor,
+    max_T: torch.Tensor,
+    logsum_T: torch.Tensor,
+    *,
+    columns: int,
+    temperature: float,
+) -> None:
+    """`rows` in one launch, into the last three tensors."""
+    _rows_kernel[(logits.shape[0],)](
+        logits,
+        targets_T,
+        logp_T,
+        max_T,
+        logsum_T,
+        columns,
+        *logits.stride(),
+        temperature,
+        SCALED=temperature != 1.0,
+        WIDTH=WIDTH,
+        LANES=_LANES,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
 
 
 def tiles(logits_TV: torch.Tensor, *, columns: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,6 +97,7 @@ def tiles(logits_TV: torch.Tensor, *, columns: int, temperature: float) -> tuple
             WIDTH=WIDTH,
             BLOCK_T=_TILE_ROWS,
             BLOCK_J=_TILES,
+            num_warps=_TILE_WARPS,
             enable_fp_fusion=False,
         )
     return max_TJ, sumexp_TJ
@@ -56,7 +120,6 @@ def normaliser(max_TJ: torch.Tensor, sumexp_TJ: torch.Tensor) -> tuple[torch.Ten
     rows, count = max_TJ.shape
     max_T, logsum_T = (torch.empty(rows, dtype=torch.float32, device=max_TJ.device) for _ in range(2))
     if rows:
-        lanes = min(_FOLD_LANES, triton.next_power_of_2(count))
         _fold_kernel[(triton.cdiv(rows, _FOLD_ROWS),)](
             max_TJ.contiguous(),
             sumexp_TJ.contiguous(),
@@ -64,7 +127,7 @@ def normaliser(max_TJ: torch.Tensor, sumexp_TJ: torch.Tensor) -> tuple[torch.Ten
             logsum_T,
             rows,
             COUNT=count,
-            LANES=lanes,
+            LANES=_LANES,
             BLOCK_T=_FOLD_ROWS,
             enable_fp_fusion=False,
         )
@@ -72,7 +135,7 @@ def normaliser(max_TJ: torch.Tensor, sumexp_TJ: torch.Tensor) -> tuple[torch.Ten
 
 
 def selected(target_T: torch.Tensor, max_T: torch.Tensor, logsum_T: torch.Tensor) -> torch.Tensor:
-    """float32 [T]; two IEEE subtractions, the very ones of `_log_softmax_kernel`."""
+    """float32 [T]; two IEEE subtractions, the very ones of the kernels below."""
     return (target_T - max_T) - logsum_T
 
 
@@ -82,7 +145,7 @@ def log_softmax(logits_TV: torch.Tensor, max_T: torch.Tensor, logsum_T: torch.Te
     logp_TV = torch.empty((rows, columns), dtype=torch.float32, device=logits_TV.device)
     if rows:
         logits = widen(logits_TV)
-        grid = (triton.cdiv(rows, _OUT_ROWS), triton.cdiv(columns, _OUT_COLUMNS))
+        grid = (triton.cdiv(rows, _OUT_ROWS), triton.cdiv(columns, _OUT_COLUMNS * _OUT_STEPS))
         _log_softmax_kernel[grid](
             logits,
             max_T,
@@ -92,8 +155,10 @@ def log_softmax(logits_TV: torch.Tensor, max_T: torch.Tensor, logsum_T: torch.Te
             columns,
             *logits.stride(),
             temperature,
+            SCALED=temperature != 1.0,
             BLOCK_T=_OUT_ROWS,
             BLOCK_V=_OUT_COLUMNS,
+            STEPS=_OUT_STEPS,
             enable_fp_fusion=False,
         )
     return logp_TV
@@ -123,15 +188,21 @@ def _tiles_kernel(
     mask = (t < rows)[:, None] & (v < columns)
     t64 = t.to(tl.int64)
     x = tl.load(logits_ptr + t64[:, None] * stride_t + v.to(tl.int64) * stride_v, mask=mask, other=-float("inf")).to(tl.float32)
+    largest, sumexp = _tile(x, temperature, SCALED)
+    live = (t < rows) & (j < count)
+    tl.store(max_ptr + t64 * count + j, largest, mask=live)
+    tl.store(sumexp_ptr + t64 * count + j, sumexp, mask=live)
+
+
+@triton.jit
+def _tile(x, temperature, SCALED: tl.constexpr):
+    """(max, sum of exp(x - max)) of every row of logits."""
     if SCALED:  # a division by 1 costs more than all the rest, and changes nothing
         x = tl.div_rn(x, tl.zeros_like(x) + temperature)
     largest = tl.max(x, axis=1)
     # A tile of -inf alone holds no probability: exp(-inf - 0), not exp(-inf + inf).
     shift = tl.where(largest == -float("inf"), 0.0, largest)
-    sumexp = tl.sum(exp_below(x - shift[:, None]), axis=1)
-    live = (t < rows) & (j < count)
-    tl.store(max_ptr + t64 * count + j, largest, mask=live)
-    tl.store(sumexp_ptr + t64 * count + j, sumexp, mask=live)
+    return largest, tl.sum(exp_below(x - shift[:, None]), axis=1)
 
 
 @triton.jit
@@ -145,26 +216,114 @@ def _gather_kernel(logits_ptr, local_ptr, owns_ptr, target_ptr, rows, stride_t, 
 
 
 @triton.jit
+def _join(largest, total, tile_max, sumexp):
+    """A lane's running (max, sum of exp(x - max)), and the next tile of it. -inf holds no probability: exp(-inf - 0)."""
+    new = tl.maximum(largest, tile_max)
+    shift = tl.where(new == -float("inf"), 0.0, new)
+    return new, tl.fma(sumexp, exp_below(tile_max - shift), total * exp_below(largest - shift))
+
+
+@triton.jit
+def _lanes_done(lane_max, lane_total, BLOCK_T: tl.constexpr, LANES: tl.constexpr):
+    """(M, L) [BLOCK_T]."""
+    largest = tl.max(lane_max, axis=1)
+    total = _pairwise(lane_total * exp_below(lane_max - largest[:, None]), BLOCK_T, LANES)
+    return largest, log(total.reshape((BLOCK_T,)))
+
+
+@triton.jit
+def _pairwise(x, BLOCK_T: tl.constexpr, LANES: tl.constexpr):
+    """[BLOCK_T, 1]: neighbours are added, then pairs of pairs: a sum of two has no order that a layout could change."""
+    return x if LANES == 1 else _pairwise(tl.sum(x.reshape((BLOCK_T, LANES // 2, 2)), axis=2), BLOCK_T, LANES // 2)
+
+
+@triton.jit
 def _fold_kernel(max_ptr, sumexp_ptr, out_max_ptr, logsum_ptr, rows, COUNT: tl.constexpr, LANES: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Order: tile j goes to lane j % LANES, each lane ascending; then the lanes by tl.sum's tree: a function of COUNT alone."""
+    """Order: tile j goes to lane j % LANES, each lane ascending (`_join`); then the pairwise tree over the lanes."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    lane = tl.arange(0, LANES)
     # Rows beyond the edge repeat the last one and are never stored.
     base = tl.minimum(t, rows - 1).to(tl.int64)[:, None] * COUNT
-    lane_max = tl.full((BLOCK_T, LANES), -float("inf"), dtype=tl.float32)
-    for first in range(0, COUNT, LANES):
-        j = first + lane
-        lane_max = tl.maximum(lane_max, tl.load(max_ptr + base + j[None, :], mask=(j < COUNT)[None, :], other=-float("inf")))
-    largest = tl.max(lane_max, axis=1)
+    largest = tl.full((BLOCK_T, LANES), -float("inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_T, LANES), dtype=tl.float32)
     for first in range(0, COUNT, LANES):
-        j = first + lane
+        j = first + tl.arange(0, LANES)
         mask = (j < COUNT)[None, :]
         tile_max = tl.load(max_ptr + base + j[None, :], mask=mask, other=-float("inf"))
         sumexp = tl.load(sumexp_ptr + base + j[None, :], mask=mask, other=0.0)
-        total = tl.fma(sumexp, exp(tile_max - largest[:, None]), total)
-    tl.store(out_max_ptr + t, largest, mask=t < rows)
-    tl.store(logsum_ptr + t, log(tl.sum(total, axis=1)), mask=t < rows)
+        largest, total = _join(largest, total, tile_max, sumexp)
+    row_max, logsum = _lanes_done(largest, total, BLOCK_T, LANES)
+    tl.store(out_max_ptr + t, row_max, mask=t < rows)
+    tl.store(logsum_ptr + t, logsum, mask=t < rows)
+
+
+@triton.jit
+def _rows_kernel(
+    logits_ptr,
+    target_ptr,
+    logp_ptr,
+    max_ptr,
+    logsum_ptr,
+    columns,
+    stride_t,
+    stride_v,
+    temperature,
+    SCALED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Order: a tile as in `_tiles_kernel`, the tiles of a row as in `_fold_kernel`. One row a program."""
+    t = tl.program_id(0).to(tl.int64)
+    logits_ptr += t * stride_t
+    v = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    largest = tl.full((LANES,), -float("inf"), dtype=tl.float32)
+    total = tl.zeros((LANES,), dtype=tl.float32)
+    whole = columns // (LANES * WIDTH) * (LANES * WIDTH)
+    for first in range(0, whole, LANES * WIDTH):
+        x = tl.load(logits_ptr + (first + v).to(tl.int64) * stride_v).to(tl.float32)
+        tile_max, sumexp = _tile(x, temperature, SCALED)
+        largest, total = _join(largest, total, tile_max, sumexp)
+    if whole < columns:
+        x = tl.load(logits_ptr + (whole + v).to(tl.int64) * stride_v, mask=whole + v < columns, other=-float("inf")).to(tl.float32)
+        tile_max, sumexp = _tile(x, temperature, SCALED)
+        largest, total = _join(largest, total, tile_max, sumexp)
+    row_max, logsum = _lanes_done(largest[None, :], total[None, :], 1, LANES)
+    target = tl.load(target_ptr + t + tl.arange(0, 1)).to(tl.int64)
+    inside = (target >= 0) & (target < columns)
+    x = tl.load(logits_ptr + target * stride_v, mask=inside, other=float("nan")).to(tl.float32)
+    if SCALED:
+        x = tl.div_rn(x, tl.zeros_like(x) + temperature)
+    out = t + tl.arange(0, 1)
+    tl.store(logp_ptr + out, (x - row_max) - logsum)
+    tl.store(max_ptr + out, row_max)
+    tl.store(logsum_ptr + out, logsum)
+
+
+@triton.jit
+def _pick_kernel(
+    logits_ptr,
+    target_ptr,
+    max_ptr,
+    logsum_ptr,
+    logp_ptr,
+    rows,
+    columns,
+    stride_t,
+    stride_v,
+    temperature,
+    SCALED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Order: (x - M) - L at the target."""
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    live = t < rows
+    target = tl.load(target_ptr + t, mask=live, other=-1).to(tl.int64)
+    inside = (target >= 0) & (target < columns)
+    x = tl.load(logits_ptr + t.to(tl.int64) * stride_t + target * stride_v, mask=inside, other=float("nan")).to(tl.float32)
+    if SCALED:
+        x = tl.div_rn(x, tl.zeros_like(x) + temperature)
+    largest = tl.load(max_ptr + t, mask=live, other=0.0)
+    logsum = tl.load(logsum_ptr + t, mask=live, other=0.0)
+    tl.store(logp_ptr + t, (x - largest) - logsum, mask=live)
 
 
 @triton.jit
@@ -178,16 +337,20 @@ def _log_softmax_kernel(
     stride_t,
     stride_v,
     temperature,
+    SCALED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
     """Order: (x - M) - L."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    mask = (t < rows)[:, None] & (v < columns)[None, :]
     largest = tl.load(max_ptr + t, mask=t < rows, other=0.0)
     logsum = tl.load(logsum_ptr + t, mask=t < rows, other=0.0)
     t64 = t.to(tl.int64)[:, None]
-    x = tl.load(logits_ptr + t64 * stride_t + v.to(tl.int64)[None, :] * stride_v, mask=mask, other=0.0).to(tl.float32)
-    x = tl.div_rn(x, tl.zeros_like(x) + temperature)
-    tl.store(logp_ptr + t64 * columns + v[None, :], (x - largest[:, None]) - logsum[:, None], mask=mask)
+    for step in range(STEPS):
+        v = (tl.program_id(1) * STEPS + step) * BLOCK_V + tl.arange(0, BLOCK_V)
+        mask = (t < rows)[:, None] & (v < columns)[None, :]
+        x = tl.load(logits_ptr + t64 * stride_t + v.to(tl.int64)[None, :] * stride_v, mask=mask, other=0.0).to(tl.float32)
+        if SCALED:
+            x = tl.div_rn(x, tl.zeros_like(x) + temperature)
+        tl.store(logp_ptr + t64 * columns + v[None, :], (x - largest[:, None]) - logsum[:, None], mask=mask)

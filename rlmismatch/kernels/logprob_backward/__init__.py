@@ -59,15 +59,18 @@ def dlogits(
     impl: Impl,
     temperature: float = 1.0,
     out_dtype: torch.dtype = torch.float32,
+    targets_checked: bool = False,
 ) -> torch.Tensor:
     """[T, Vlocal] in `out_dtype`: gradient of ``sum(grad_T * logp_T)`` by this rank's logits; 0 in columns of padding.
 
     logits_TV: [T, Vlocal], the columns from `vocab_start` on, in bf16, fp16 or fp32. targets_T: global ids. grad_T: float32 [T], one
     grad_output a row. The result is computed in float32 (float64 for reference) whatever the logits are, and rounded once.
-    Raises ValueError for shapes that do not fit, ContractError for a target outside the vocabulary.
+    Raises ValueError for shapes that do not fit, ContractError for a target outside the vocabulary, unless the caller has called
+    `require_targets` already.
     """
     shard = Shard.of(vocab_start=vocab_start, local_width=logits_TV.shape[1], vocab_size=vocab_size)
-    require_targets(targets_T, rows=logits_TV.shape[0], vocab_size=vocab_size)
+    if not targets_checked:
+        require_targets(targets_T, rows=logits_TV.shape[0], vocab_size=vocab_size)
     if grad_T.shape != targets_T.shape or grad_T.dtype != torch.float32:
         raise ValueError(f"grad_output must be float32 {tuple(targets_T.shape)}, got {grad_T.dtype} {tuple(grad_T.shape)}")
     module = implementation("logprob_backward", impl, logits_TV, targets_T, grad_T)

@@ -8,7 +8,7 @@ from rlmismatch.kernels.common.triton import INTERPRETED, exp, exp_below, log, s
 from rlmismatch.kernels.logprob.partials import WIDTH, tile_count
 
 # Rows and columns (gradient), rows and tiles (entropy tiles), rows (fold) of one program. Constants: see the kernels.
-_GRAD_ROWS, _GRAD_COLUMNS = (16, 4096) if INTERPRETED.value else (1, 2048)
+_GRAD_ROWS, _GRAD_COLUMNS, _GRAD_STEPS = (16, 4096, 1) if INTERPRETED.value else (1, 2048, 8)
 _TILE_ROWS, _TILES = (16, 32) if INTERPRETED.value else (1, 32)
 _FOLD_ROWS = 16 if INTERPRETED.value else 1
 _FOLD_LANES = 1024
@@ -30,7 +30,7 @@ def dlogits(
     grad_TV = torch.empty((rows, width), dtype=storage(out_dtype), device=logits_TV.device)
     if grad_TV.numel():
         logits = widen(logits_TV)
-        grid = (triton.cdiv(rows, _GRAD_ROWS), triton.cdiv(width, _GRAD_COLUMNS))
+        grid = (triton.cdiv(rows, _GRAD_ROWS), triton.cdiv(width, _GRAD_COLUMNS * _GRAD_STEPS))
         _dlogits_kernel[grid](
             logits,
             local_T,
@@ -46,6 +46,7 @@ def dlogits(
             SCALED=temperature != 1.0,
             BLOCK_T=_GRAD_ROWS,
             BLOCK_V=_GRAD_COLUMNS,
+            STEPS=_GRAD_STEPS,
             enable_fp_fusion=False,
         )
     return grad_TV.to(out_dtype)
@@ -113,26 +114,26 @@ def _dlogits_kernel(
     SCALED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
     """Order: g * ((onehot - exp((x - M) - L)) / temperature); every element on its own."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     row = t < rows
-    real = row[:, None] & (v < columns)[None, :]
-    largest = tl.load(max_ptr + t, mask=row, other=0.0)
-    logsum = tl.load(logsum_ptr + t, mask=row, other=0.0)
-    grad = tl.load(grad_ptr + t, mask=row, other=0.0)
-    local = tl.load(local_ptr + t, mask=row, other=-1)
+    largest = tl.load(max_ptr + t, mask=row, other=0.0)[:, None]
+    logsum = tl.load(logsum_ptr + t, mask=row, other=0.0)[:, None]
+    grad = tl.load(grad_ptr + t, mask=row, other=0.0)[:, None]
+    local = tl.load(local_ptr + t, mask=row, other=-1)[:, None]
     t64 = t.to(tl.int64)[:, None]
-    x = tl.load(logits_ptr + t64 * stride_t + v.to(tl.int64)[None, :] * stride_v, mask=real, other=0.0).to(tl.float32)
-    if SCALED:  # a division by 1 costs more than all the rest, and changes nothing
-        x = tl.div_rn(x, tl.zeros_like(x) + temperature)
-    p = exp_below((x - largest[:, None]) - logsum[:, None])
-    out = tl.where(v[None, :] == local[:, None], 1.0, 0.0) - p
-    if SCALED:
-        out = tl.div_rn(out, tl.zeros_like(out) + temperature)
-    out = grad[:, None] * out
-    tl.store(out_ptr + t64 * width + v[None, :], tl.where(real, out, 0.0), mask=row[:, None] & (v < width)[None, :])
+    for step in range(STEPS):
+        v = ((tl.program_id(1) * STEPS + step) * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]
+        real = row[:, None] & (v < columns)
+        x = tl.load(logits_ptr + t64 * stride_t + v.to(tl.int64) * stride_v, mask=real, other=-float("inf")).to(tl.float32)
+        if SCALED:  # a division by 1 costs more than all the rest, and changes nothing
+            x = tl.div_rn(x, tl.zeros_like(x) + temperature)
+        out = tl.where(v == local, 1.0, 0.0) - exp_below((x - largest) - logsum)
+        if SCALED:
+            out = tl.div_rn(out, tl.zeros_like(out) + temperature)
+        tl.store(out_ptr + t64 * width + v, tl.where(real, grad * out, 0.0), mask=row[:, None] & (v < width))
 
 
 @triton.jit

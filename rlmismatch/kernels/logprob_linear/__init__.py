@@ -18,6 +18,7 @@ import torch
 from rlmismatch.kernels import gemm, logprob, logprob_backward
 from rlmismatch.kernels.common.dispatch import Impl
 from rlmismatch.kernels.logprob import WIDTH, VocabPartials
+from rlmismatch.kernels.logprob.partials import require_targets
 from rlmismatch.kernels.logprob_backward import Normaliser
 
 __all__ = ["Gradients", "Impl", "backward", "partials", "selected"]
@@ -38,7 +39,7 @@ def selected(
     *,
     vocab_size: int,
     impl: Impl,
-    block_size: int = 8192,
+    block_size: int = 16384,
     logits_dtype: torch.dtype | None = None,
     temperature: float = 1.0,
 ) -> torch.Tensor:
@@ -65,7 +66,7 @@ def partials(
     vocab_start: int,
     vocab_size: int,
     impl: Impl,
-    block_size: int = 8192,
+    block_size: int = 16384,
     logits_dtype: torch.dtype | None = None,
     temperature: float = 1.0,
 ) -> VocabPartials:
@@ -74,8 +75,11 @@ def partials(
     block_size: rows of the head a time, a multiple of the tile width. logits_dtype: what a logit is rounded to (default: as `hidden_TH`);
     float32 leaves it as it was accumulated. Raises ValueError for a block that cuts a tile.
     """
+    require_targets(targets_T, rows=hidden_TH.shape[0], vocab_size=vocab_size)
     found = [
-        logprob.partials(block, targets_T, vocab_start=start, vocab_size=vocab_size, impl=impl, temperature=temperature)
+        logprob.partials(
+            block, targets_T, vocab_start=start, vocab_size=vocab_size, impl=impl, temperature=temperature, targets_checked=True
+        )
         for start, block in _blocks(hidden_TH, weight_VH, vocab_start, block_size, impl, logits_dtype)
     ]
     owns_BT = torch.stack([p.owns_T for p in found])
@@ -99,11 +103,12 @@ def backward(
     vocab_start: int,
     vocab_size: int,
     impl: Impl,
-    block_size: int = 8192,
+    block_size: int = 16384,
     logits_dtype: torch.dtype | None = None,
     temperature: float = 1.0,
 ) -> Gradients:
     """Gradients by hidden rows and head, logits computed anew a block at a time. normaliser: `logprob_backward.normaliser` of all ranks."""
+    require_targets(targets_T, rows=hidden_TH.shape[0], vocab_size=vocab_size)
     wide = torch.float64 if impl == "reference" else torch.float32
     dhidden_TH = torch.zeros(hidden_TH.shape, dtype=wide, device=hidden_TH.device)
     dweight_VH = torch.empty(weight_VH.shape, dtype=torch.float32, device=hidden_TH.device)
@@ -119,6 +124,7 @@ def backward(
             impl=impl,
             temperature=temperature,
             out_dtype=hidden_TH.dtype,
+            targets_checked=True,
         )
         rows = slice(first, first + block_TV.shape[1])
         dhidden_TH += gemm.grad_input(dlogits_TV, weight_VH[rows], impl=impl, out_dtype=wide)
