@@ -17,6 +17,8 @@ BOUNDARY: Final = "boundary"
 ATTENTION: Final = "attention"  # every pin but attention: native attention on equal operands
 LOGITS: Final = "logits"  # every pin but the head's and the log-prob's: equal hidden rows, native from there
 ORACLE: Final = "oracle"
+EAGER: Final = "native.eager"  # a rollout that runs compiled, loaded once more to run eagerly
+COMPILE: Final = "model.compile"
 ALL: Final = frozenset(PINS)
 
 # Knob value -> pins that stay in force in every arm, the native one included.
@@ -46,7 +48,12 @@ def base_pins(settings: Settings) -> frozenset[str]:
     return frozenset(pin for knob, value in settings.knobs.items() for pin in BASE_PINS.get((knob, str(value)), ()))
 
 
+def compiled(settings: Settings) -> bool:
+    """Whether the rollout is to run compiled code or captured graphs, where most pins are inert."""
+    return settings.knobs_of("rollout").get(COMPILE, "eager") != "eager"
+
+
 def engine_knobs(settings: Settings, side: str) -> dict[str, str]:
-    """Knobs that the adapter of `side` sets as long as its engine lives: those of the log-prob family that hold no pin."""
+    """Knobs that the adapter of `side` sets as long as its engine lives: those that hold no pin."""
     holding = {knob for knob, _ in BASE_PINS}
-    return {k: v for k, v in settings.knobs_of(side).items() if k.startswith("logprob.") and k not in holding}
+    return {k: v for k, v in settings.knobs_of(side).items() if k.startswith(("logprob.", COMPILE)) and k not in holding}

@@ -23,6 +23,8 @@ from rlmismatch.arms import (
     ALL,
     ATTENTION,
     BOUNDARY,
+    COMPILE,
+    EAGER,
     LOCAL,
     LOGITS,
     NATIVE,
@@ -31,6 +33,7 @@ from rlmismatch.arms import (
     ROLLOUT_PATHS,
     arm_id,
     base_pins,
+    compiled,
     engine_knobs,
     repeat_id,
 )
@@ -208,13 +211,16 @@ class Run:
         full: list[tuple[str, frozenset[str], tuple[ScorePath, ...]]] = [(NATIVE, base, ROLLOUT_PATHS)]
         full += [(repeat_id(n), base, ("prefill", "decode")) for n in range(1, s.repeat)]
         full += [(arm_id(every, base), every, ROLLOUT_PATHS)]
-        for axis in self._measured_axes():
+        for axis in () if compiled(s) else self._measured_axes():
             pins = frozenset(axis.pins)
             paths: tuple[ScorePath, ...] = ROLLOUT_PATHS if axis.ratio == "prefill/decode" else ("prefill",)
             full += [(arm_id(base | pins, base), base | pins, paths), (arm_id(every - pins, base), every - pins, paths)]
         merged: dict[str, tuple[frozenset[str], tuple[ScorePath, ...]]] = {}
         for name, pins, paths in full:
             merged[name] = (pins, max(paths, merged.get(name, (pins, ()))[1], key=len))
+        if compiled(s):  # pins are inert there: one arm shows which, and one what the compilation moves
+            self._run_compiled([Arm(id=name, pins=pins, paths=paths) for name, (pins, paths) in merged.items()])
+            return
         probes = [Arm(id=LOCAL, pins=base, probe="local", paths=("prefill",))]
         planted = {split_plant(text)[0] for text in s.plant}
         if s.command == "logprob" or any(a.family == "logprob" for p in planted for a in axes.axes_of_plant(p)):
@@ -224,7 +230,7 @@ class Run:
         if s.attribute:
             probes.append(Arm(id=BOUNDARY, pins=every, probe="boundary", paths=("prefill",)))
         arms = [Arm(id=name, pins=pins, paths=paths) for name, (pins, paths) in merged.items()]
-        oracle = [Arm(id=ORACLE, paths=("oracle", "plain"))] if "oracle" in self._fleet.names else []
+        oracle = self._oracle_arms()
         # In the process that had the pins in force: a side that was loaded anew would have its native bits in any case.
         lifted = Arm(id=RETURN, pins=base, paths=("prefill",))
         self._run_arms("measuring", [*arms, *probes, lifted], oracle)
@@ -232,6 +238,20 @@ class Run:
             self._attribute(base)
             if self.inputs.together:
                 self._run_arms("checking once more that native bits return", [lifted])
+
+    def _run_compiled(self, arms: list[Arm]) -> None:
+        """The arms in the rollout's own mode; then the rollout is loaded once more, to run eagerly what it ran compiled."""
+        base = base_pins(self.settings)
+        self._run_arms("measuring", [*arms, Arm(id=RETURN, pins=base, paths=("prefill",))], self._oracle_arms())
+        launch = self._fleet.launches["rollout"]
+        knobs = {k: v for k, v in launch.config.knobs.items() if k != COMPILE}
+        self.progress.step("starting the rollout once more, eagerly")
+        self._fleet.replace(dataclasses.replace(launch, config=dataclasses.replace(launch.config, knobs=knobs)))
+        eager = Arm(id=EAGER, pins=base, paths=ROLLOUT_PATHS)
+        self._fleet.ask({"rollout": [{"op": "run", "arms": [eager.to_json()]}]})
+
+    def _oracle_arms(self) -> list[Arm]:
+        return [Arm(id=ORACLE, paths=("oracle", "plain"))] if "oracle" in self._fleet.names else []
 
     def _measured_axes(self) -> list[Axis]:
         """Axes with a pin that this command gives numbers to, structural zeros left out."""

@@ -62,6 +62,7 @@ CASES: dict[str, tuple[list[str], str, str]] = {
     "rollout with NaN": (["--ckpt", TINY, "--rollout", "{nan}"], "rollout-not-finite", "nan"),
     "rollout of another length": (["--ckpt", TINY, "--rollout", "{short}"], "rollout-malformed", "1 recorded log-probs for 2"),
     "heads do not fit": (["--ckpt", TINY, "--trainer-tp", "3"], "checkpoint-does-not-fit-tp", "8"),
+    "attribution of compiled code": (["--ckpt", TINY, "--attribute", "--compile", "inductor"], "attribution-needs-eager", "never calls"),
     "sp without tp": (["--ckpt", TINY, "--sp"], "sp-needs-tp", "--trainer-tp"),
     "cp options without cp": (["--ckpt", TINY, "--cp-partition", "contiguous"], "cp-options-need-cp", "--cp of at least 2"),
     "axis unknown": (["--ckpt", TINY, "--axis", "model.nrom"], "axis-unknown", "model.norm"),

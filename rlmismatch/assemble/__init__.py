@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from rlmismatch import attribution, axes, verdict
 from rlmismatch.arms import NATIVE
-from rlmismatch.assemble import attention_trainer, logprob, rows
+from rlmismatch.assemble import attention_trainer, compilation, logprob, rows
 from rlmismatch.assemble.defects import defects, over_limit
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.checkpoint import combine_digests
@@ -29,6 +29,8 @@ from rlmismatch.report.model import (
 )
 from rlmismatch.settings import split_plant
 
+# What each family makes of its probes' captures.
+_MEASURES: Final = (attention_trainer.measures, logprob.measures, compilation.measures)
 _NAMES: Final[Mapping[str, str]] = {"megatron": "megatron-core", "vllm": "vllm", "oracle": "transformers"}
 
 
@@ -49,7 +51,7 @@ def report(folder: Path, *, budget: Sequence[str] = (), fail_on: str | None = No
     lines = () if void else limits.check(next((r.drift for r in ratios if r.name == "trainer/prefill"), None), oracle=errors)
     knobs = rows.knobs(evidence, book)
     gates = rows.gates(evidence)
-    measured = () if void else (*attention_trainer.measures(evidence, book), *logprob.measures(evidence, book))
+    measured = () if void else tuple(row for family in _MEASURES for row in family(evidence, book))
     found: tuple[verdict.Defect, ...] = () if void else (*defects(evidence, book), *over_limit(measured))
     plants = _plants(evidence)
     aligned = None if void else book.ratio("trainer/prefill")

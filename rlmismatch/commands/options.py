@@ -125,6 +125,13 @@ _SIDES = [
         show_default=True,
         help="Padded vocabulary rows in the trainer's softmax: Megatron's own loss includes them.",
     ),
+    click.option(
+        "--compile",
+        type=click.Choice(["eager", "graph", "inductor"]),
+        default="eager",
+        show_default=True,
+        help="How the rollout runs the model: eagerly, in captured graphs, or as vLLM does by default. Most pins are inert but in eager.",
+    ),
     click.option("--plant", multiple=True, metavar="ID[@SIDE]", help="Put a known fault in (repeatable); see `rlmismatch axes --plants`."),
 ]
 _JUDGE = [
@@ -226,10 +233,19 @@ def settings_of(
     from rlmismatch import axes
     from rlmismatch.errors import UsageError
 
-    values = {k: v for k, v in given.items() if k not in ("format_", "json_", "verbose")}
-    settings = Settings(command=command, attribute=attribute, knobs={k: v for k, v in (knobs or {}).items() if v is not None}, **values)
+    values = {k: v for k, v in given.items() if k not in ("format_", "json_", "verbose", "compile")}
+    turned = {k: v for k, v in (knobs or {}).items() if v is not None}
+    if given["compile"] != "eager":
+        turned["rollout.model.compile"] = given["compile"]
+    settings = Settings(command=command, attribute=attribute, knobs=turned, **values)
     if settings.prompts and settings.rollout:
         raise UsageError("prompts-and-rollout", "--prompts and --rollout exclude each other", hint="a rollout file holds its prompts")
+    if attribute and given["compile"] != "eager":
+        raise UsageError(
+            "attribution-needs-eager",
+            f"--attribute turns pins, which --compile {given['compile']} never calls",
+            hint="attribute without --compile; --compile alone measures what compilation moves",
+        )
     if settings.sp and settings.trainer_tp == 1:
         raise UsageError("sp-needs-tp", "--sp needs --trainer-tp of at least 2")
     if settings.cp == 1 and (settings.cp_comm_type or settings.cp_partition != "zigzag"):

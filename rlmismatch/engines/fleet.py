@@ -54,6 +54,16 @@ class Fleet:
             answers |= self.controller.collect(now)
         return answers
 
+    def replace(self, launch: SideLaunch) -> None:
+        """From now on this side is another configuration of it; loaded when it is next asked."""
+        side = launch.config.side
+        self.launches[side] = launch
+        if side in self._up:
+            self.controller.stop(side)
+            self._up.remove(side)
+            if self.together:
+                self._bring_up([side])
+
     def close(self) -> None:
         """Let every side that is up end by itself."""
         for side in self._up:

@@ -23,6 +23,7 @@ from rlmismatch.contract import Reading
 from rlmismatch.engines import (
     logprob_knobs,
     vllm_attention_capture,
+    vllm_compile,
     vllm_knobs,
     vllm_plants,
     vllm_probe,
@@ -128,13 +129,15 @@ class VllmEngine:
         knobs = vllm_knobs.resolve(self.config, arm.settings, self._live)
         pins = VllmPins(self._live, impl=self.config.impl, switch=switch, way=knobs.way)
         result = ArmResult(arm=arm, knobs=logprob_knobs.under_pin(knobs.outcomes, arm.pins))
+        calls = vllm_compile.PathCalls(switch.calls)
         watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if arm.probe in ("logits", "attention"):
             watch = (vllm_probe.watching_head if arm.probe == "logits" else vllm_attention_capture.watching)(self._live)
         with installed(pins.patches()) as counter, watch as seen:
             for path in ("prefill",) if boundary else arm.paths:
-                result.scores[path] = self._scorer.score(path, sequences[:1] if boundary else sequences)  # type: ignore[arg-type]
-        result.calls = {pin: switch.calls[pin] for pin in sorted(arm.pins)}
+                with calls.of(path):
+                    result.scores[path] = self._scorer.score(path, sequences[:1] if boundary else sequences)  # type: ignore[arg-type]
+        result.calls = {pin: calls.total(pin) for pin in sorted(arm.pins)}
         result.local = recorder.local_errors(self._host_group) if arm.probe == "local" else []
         result.boundaries = pins.boundaries(self._host_group) if boundary else {}
         if arm.probe == "attention":
@@ -190,7 +193,7 @@ class VllmEngine:
             VLLM_ALLOW_LONG_MAX_MODEL_LEN="1",  # for the one token beyond a full sequence, see _start
         )
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        if self.config.device == "cpu":
+        if self.config.device == "cpu" and vllm_compile.mode_of(self.config) == "eager":
             # Nothing of an eager model is compiled, but vLLM compiles the rank counter behind its log-probs: up to 20 s, once.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
@@ -219,7 +222,7 @@ class VllmEngine:
             max_num_batched_tokens=max(length + 1, 2048),
             max_num_seqs=128,
             block_size=config.block_size,
-            enforce_eager=True,
+            **vllm_compile.start_options(config),
             async_scheduling=False,
             logprobs_mode="raw_logprobs",
             load_format="safetensors",

@@ -8,6 +8,7 @@ from typing import Any, Final, cast
 
 import torch
 
+from rlmismatch.engines import vllm_compile
 from rlmismatch.engines.logprob_knobs import PREFIX, Outcome, applied, asked, chain_of, chain_outcomes, merge_order, unsupported
 from rlmismatch.engines.protocol import SideConfig
 from rlmismatch.pins.logprob_ways import REDUCES, Way
@@ -50,6 +51,7 @@ def resolve(config: SideConfig, extra: Mapping[str, Any], live: LiveModel) -> Ro
     if values.get("materialization") is not None:
         rows = {"full_prefill": None, "chunked": config.chunk_size, "last_token_only": 1}[str(values["materialization"])]
         out[PREFIX + "materialization"] = applied(values["materialization"], "rows of the head's GEMM; steps are as each path has them")
+    out |= vllm_compile.outcomes(config)
     unknown = {k: v for k, v in {**config.knobs, **extra}.items() if k not in out and "." in k}
     out |= {k: unsupported(v, None, "not a knob of the rollout") for k, v in unknown.items()}
     return RolloutKnobs(chain=chain, way=way, head_dtype=head_dtype, head_rows=rows, outcomes=out)

@@ -23,6 +23,7 @@ from rlmismatch.engines.vllm_site import (
     fill,
     forward_method,
     gemm_library,
+    compile_mode,
     is_eager,
     one_value,
 )
@@ -63,7 +64,7 @@ def readings(site: Site) -> dict[str, Fields]:
         },
         "model.compile": {
             "mode": read(
-                "eager" if is_eager(graph) else f"{graph.mode}, {graph.cudagraph_mode}", "compilation_config.mode, cudagraph_mode"
+                "eager" if is_eager(graph) else compile_mode(graph), "compilation_config.mode, cudagraph_mode"
             ),
             "capture_sizes": read(list(graph.cudagraph_capture_sizes or []), "compilation_config.cudagraph_capture_sizes"),
             "padded_rows": read(0, "no graph is captured") if is_eager(graph) else unknown("graphs pad their rows"),

@@ -94,6 +94,12 @@ def is_eager(graph: Any) -> bool:
     return int(graph.mode or 0) == 0 and "NONE" in str(graph.cudagraph_mode).upper()
 
 
+def compile_mode(graph: Any) -> str:
+    from vllm.config import CompilationMode
+
+    return f"compiled {CompilationMode(int(graph.mode or 0)).name}, graphs {str(graph.cudagraph_mode).rpartition('.')[2]}"
+
+
 def forward_method(op: Any) -> str:
     method = getattr(op, "_forward_method", None)
     return str(getattr(method, "__name__", "forward"))

@@ -28,9 +28,10 @@ def selected(logits_TV: torch.Tensor, targets_T: torch.Tensor, *, vocab_size: in
     _require_all_columns(logits_TV, vocab_size)
     check_targets(targets_T, rows=logits_TV.shape[0])
     module: Any = implementation("logprob", impl, logits_TV, targets_T)
-    logp_T: torch.Tensor = module.rows(logits_TV, targets_T, columns=vocab_size, temperature=temperature)[0]
-    # Last: the check waits for the GPU, which has all the work by now. A target outside was scored NaN.
-    require_targets(targets_T, rows=logits_TV.shape[0], vocab_size=vocab_size)
+    found: tuple[torch.Tensor, torch.Tensor] = module.rows(logits_TV, targets_T, columns=vocab_size, temperature=temperature)
+    logp_T, outside = found
+    if bool(outside):  # waits for the GPU
+        require_targets(targets_T, rows=logits_TV.shape[0], vocab_size=vocab_size)
     return logp_T
 
 

@@ -19,13 +19,12 @@ _OUT_ROWS, _OUT_COLUMNS, _OUT_STEPS = (16, 4096, 1) if INTERPRETED.value else (1
 _FILLED = 264  # rows from which one program a row fills an H200; below, a row is spread over many
 
 
-def rows(
-    logits_TV: torch.Tensor, targets_T: torch.Tensor, *, columns: int, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(log-prob of the target, M, L) of the first `columns` columns: float32 [T] each; NaN for a target outside them."""
+def rows(logits_TV: torch.Tensor, targets_T: torch.Tensor, *, columns: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of the target among the first `columns` columns, float32 [T], NaN for one outside them; and int32 [1]: is there one?"""
     logits = widen(logits_TV)
     count = logits.shape[0]
     logp_T = torch.empty(count, dtype=torch.float32, device=logits.device)
+    outside = torch.zeros(1, dtype=torch.int32, device=logits.device)
     if count < _FILLED or INTERPRETED.value:
         max_T, logsum_T = normaliser(*tiles(logits_TV, columns=columns, temperature=temperature))
         if count:
@@ -35,6 +34,7 @@ def rows(
                 max_T,
                 logsum_T,
                 logp_T,
+                outside,
                 count,
                 columns,
                 *logits.stride(),
@@ -43,33 +43,31 @@ def rows(
                 BLOCK_T=128,
                 enable_fp_fusion=False,
             )
-        return logp_T, max_T, logsum_T
-    max_T, logsum_T = torch.empty_like(logp_T), torch.empty_like(logp_T)
-    fused_rows(logits, targets_T, logp_T, max_T, logsum_T, columns=columns, temperature=temperature)
-    return logp_T, max_T, logsum_T
+        return logp_T, outside
+    fused_rows(logits, targets_T, logp_T, outside, columns=columns, temperature=temperature)
+    return logp_T, outside
 
 
 def fused_rows(
     logits: torch.Tensor,
     targets_T: torch.Tensor,
     logp_T: torch.Tensor,
-    max_T: torch.Tensor,
-    logsum_T: torch.Tensor,
+    outside: torch.Tensor,
     *,
     columns: int,
     temperature: float,
 ) -> None:
-    """`rows` in one launch, into the last three tensors."""
+    """`rows` in one launch, into the last two tensors."""
     _rows_kernel[(logits.shape[0],)](
         logits,
         targets_T,
         logp_T,
-        max_T,
-        logsum_T,
+        outside,
         columns,
         *logits.stride(),
         temperature,
         SCALED=temperature != 1.0,
+        DENSE=logits.stride(1) == 1,
         WIDTH=WIDTH,
         LANES=_LANES,
         num_warps=8,
@@ -261,13 +259,13 @@ def _rows_kernel(
     logits_ptr,
     target_ptr,
     logp_ptr,
-    max_ptr,
-    logsum_ptr,
+    outside_ptr,
     columns,
     stride_t,
     stride_v,
     temperature,
     SCALED: tl.constexpr,
+    DENSE: tl.constexpr,
     WIDTH: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -279,11 +277,13 @@ def _rows_kernel(
     total = tl.zeros((LANES,), dtype=tl.float32)
     whole = columns // (LANES * WIDTH) * (LANES * WIDTH)
     for first in range(0, whole, LANES * WIDTH):
-        x = tl.load(logits_ptr + (first + v).to(tl.int64) * stride_v).to(tl.float32)
+        column = first + v if DENSE else (first + v).to(tl.int64) * stride_v
+        x = tl.load(logits_ptr + column).to(tl.float32)
         tile_max, sumexp = _tile(x, temperature, SCALED)
         largest, total = _join(largest, total, tile_max, sumexp)
     if whole < columns:
-        x = tl.load(logits_ptr + (whole + v).to(tl.int64) * stride_v, mask=whole + v < columns, other=-float("inf")).to(tl.float32)
+        column = whole + v if DENSE else (whole + v).to(tl.int64) * stride_v
+        x = tl.load(logits_ptr + column, mask=whole + v < columns, other=-float("inf")).to(tl.float32)
         tile_max, sumexp = _tile(x, temperature, SCALED)
         largest, total = _join(largest, total, tile_max, sumexp)
     row_max, logsum = _lanes_done(largest[None, :], total[None, :], 1, LANES)
@@ -292,10 +292,8 @@ def _rows_kernel(
     x = tl.load(logits_ptr + target * stride_v, mask=inside, other=float("nan")).to(tl.float32)
     if SCALED:
         x = tl.div_rn(x, tl.zeros_like(x) + temperature)
-    out = t + tl.arange(0, 1)
-    tl.store(logp_ptr + out, (x - row_max) - logsum)
-    tl.store(max_ptr + out, row_max)
-    tl.store(logsum_ptr + out, logsum)
+    tl.store(logp_ptr + t + tl.arange(0, 1), (x - row_max) - logsum)
+    tl.store(outside_ptr + tl.arange(0, 1), 1, mask=~inside)  # whoever stores it, stores the same
 
 
 @triton.jit
@@ -305,6 +303,7 @@ def _pick_kernel(
     max_ptr,
     logsum_ptr,
     logp_ptr,
+    outside_ptr,
     rows,
     columns,
     stride_t,
@@ -324,6 +323,7 @@ def _pick_kernel(
     largest = tl.load(max_ptr + t, mask=live, other=0.0)
     logsum = tl.load(logsum_ptr + t, mask=live, other=0.0)
     tl.store(logp_ptr + t, (x - largest) - logsum, mask=live)
+    tl.store(outside_ptr + tl.zeros_like(t), tl.full((BLOCK_T,), 1, dtype=tl.int32), mask=live & ~inside)
 
 
 @triton.jit
