@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from rlmismatch.arms import ALL, BOUNDARY, LOCAL, NATIVE, RETURN, arm_id, compiled, repeat_id
+from rlmismatch.arms import ALL, BOUNDARY, COMPILE, LOCAL, NATIVE, RETURN, arm_id, compiled, repeat_id
 from rlmismatch.assemble.compilation import inert_pins
 from rlmismatch.assemble.scores import RATIOS, ScoreBook
 from rlmismatch.axes.base import Axis
@@ -135,7 +135,7 @@ def _axis_row(axis: Axis, evidence: Evidence, book: ScoreBook, measured: frozens
     if void:
         return row("not run", "the sides are not comparable")
     if not axis.pins:
-        return row("measured", "see Measures") if axis.id in measured else row("not run", f"needs `rlmismatch {axis.family}`")
+        return row("measured", "see Measures") if axis.id in measured else row("not run", _measured_by(axis))
     base, pins = evidence.base_pins, frozenset(axis.pins)
     if pins <= base:
         return row("pinned", "held by a knob in every arm", local=local(axis, book).largest)
@@ -149,7 +149,13 @@ def _axis_row(axis: Axis, evidence: Evidence, book: ScoreBook, measured: frozens
     return row("measured", local=local(axis, book).largest, alone=alone.mean_abs if alone else None, last=brought)
 
 
+def _measured_by(axis: Axis) -> str:
+    return "needs --compile" if axis.id == COMPILE else f"needs `rlmismatch {axis.family}`"
+
+
 def _why_not_run(axis: Axis, evidence: Evidence) -> str:
+    if compiled(evidence.settings):
+        return "pins are inert under --compile"
     if evidence.settings.command != "probe":
         return "no arm was run"
     return "needs --attribute" if axis.ratio == "trainer/prefill" else f"needs `rlmismatch {axis.family}`"

@@ -168,6 +168,7 @@ MODEL: Final[tuple[Axis, ...]] = (
         pin="eager",
         measure="eager against the engine's default mode on the same tokens",
         hint="run the rollout with enforce_eager while you measure",
+        measured=True,
         built="complete",
     ),
 )

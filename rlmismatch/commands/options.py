@@ -235,12 +235,12 @@ def settings_of(
 
     values = {k: v for k, v in given.items() if k not in ("format_", "json_", "verbose", "compile")}
     turned = {k: v for k, v in (knobs or {}).items() if v is not None}
-    if given["compile"] != "eager":
-        turned["rollout.model.compile"] = given["compile"]
+    if given.get("compile", "eager") != "eager":
+        turned["rollout.model.compile"] = given.get("compile", "eager")
     settings = Settings(command=command, attribute=attribute, knobs=turned, **values)
     if settings.prompts and settings.rollout:
         raise UsageError("prompts-and-rollout", "--prompts and --rollout exclude each other", hint="a rollout file holds its prompts")
-    if attribute and given["compile"] != "eager":
+    if attribute and given.get("compile", "eager") != "eager":
         raise UsageError(
             "attribution-needs-eager",
             f"--attribute turns pins, which --compile {given['compile']} never calls",

@@ -19,11 +19,11 @@ from rlmismatch.engines.vllm_site import (
     Site,
     batch_invariant,
     collective_engine,
+    compile_mode,
     env,
     fill,
     forward_method,
     gemm_library,
-    compile_mode,
     is_eager,
     one_value,
 )
@@ -63,9 +63,7 @@ def readings(site: Site) -> dict[str, Fields]:
             "training_flag": read(bool(site.live.model.training), "model.training"),
         },
         "model.compile": {
-            "mode": read(
-                "eager" if is_eager(graph) else compile_mode(graph), "compilation_config.mode, cudagraph_mode"
-            ),
+            "mode": read("eager" if is_eager(graph) else compile_mode(graph), "compilation_config.mode, cudagraph_mode"),
             "capture_sizes": read(list(graph.cudagraph_capture_sizes or []), "compilation_config.cudagraph_capture_sizes"),
             "padded_rows": read(0, "no graph is captured") if is_eager(graph) else unknown("graphs pad their rows"),
         },
