@@ -16,6 +16,7 @@ LOCAL: Final = "local"
 BOUNDARY: Final = "boundary"
 ATTENTION: Final = "attention"  # every pin but attention: native attention on equal operands
 LOGITS: Final = "logits"  # every pin but the head's and the log-prob's: equal hidden rows, native from there
+GRADS: Final = "grads"  # the trainer's gradients, native and pinned
 ORACLE: Final = "oracle"
 EAGER: Final = "native.eager"  # a rollout that runs compiled, loaded once more to run eagerly
 COMPILE: Final = "model.compile"
@@ -56,4 +57,5 @@ def compiled(settings: Settings) -> bool:
 def engine_knobs(settings: Settings, side: str) -> dict[str, str]:
     """Knobs that the adapter of `side` sets as long as its engine lives: those that hold no pin."""
     holding = {knob for knob, _ in BASE_PINS}
-    return {k: v for k, v in settings.knobs_of(side).items() if k.startswith(("logprob.", COMPILE)) and k not in holding}
+    of_engines = ("logprob.", COMPILE, "gemm.dgrad_reduce", "gemm.wgrad_accumulate")
+    return {k: v for k, v in settings.knobs_of(side).items() if k.startswith(of_engines) and k not in holding}

@@ -91,6 +91,8 @@ class Evidence:
         s, checkpoint = self.settings, self.run["checkpoint"]
         trainer = self.side("trainer")
         pad = trainer.readings.get("logprob.vocab_padding", {}).get("num_pad_rows", Reading()) if trainer else Reading()
+        # Rank order takes the partials of dX as they are sent, so the two sums differ at most in what the engine adds in.
+        summed = trainer.readings.get("gemm.dgrad_reduce", {}).get("acc_dtype", Reading()) if trainer else Reading()
         return Setup(
             trainer_tp=s.trainer_tp,
             rollout_tp=s.rollout_tp,
@@ -103,6 +105,7 @@ class Evidence:
             pad_rows=pad.value if isinstance(pad.value, int) else 0,
             trainer_spec=s.trainer_spec,
             rollout_kv_splits=self._rollout_kv_splits,
+            equal_payload=summed.value in ("float32", "as sent"),
         )
 
     @property

@@ -25,6 +25,7 @@ from rlmismatch.arms import (
     BOUNDARY,
     COMPILE,
     EAGER,
+    GRADS,
     LOCAL,
     LOGITS,
     NATIVE,
@@ -44,7 +45,7 @@ from rlmismatch.engines.launch import Controller
 from rlmismatch.engines.logprob_knobs import CHAIN_KNOBS
 from rlmismatch.engines.node import SideLaunch
 from rlmismatch.engines.protocol import Arm, ScorePath, SideConfig, SideName
-from rlmismatch.errors import InconclusiveError
+from rlmismatch.errors import InconclusiveError, UsageError
 from rlmismatch.evidence import Evidence, wanted_axes
 from rlmismatch.inputs import Inputs, token_texts
 from rlmismatch.settings import Settings, parse_env, split_plant
@@ -120,6 +121,7 @@ class Run:
             vocab_padding_policy=s.vocab_padding_policy,
             plants=s.plants_of("trainer"),
             knobs=engine_knobs(s, "trainer"),
+            grads=s.grads,
             **shared,
         )
         rollout = SideConfig(
@@ -194,6 +196,8 @@ class Run:
             tokens.check_ids(self.sequences, vocab_size=config.vocab_size, max_positions=config.max_positions, source=s.prompts or "")
         if not sum(len(x.response_ids) for x in self.sequences):
             raise InconclusiveError("nothing-to-score", "no sequence has a response token: nothing can be compared")
+        if s.grads and len(self.sequences) < 2:
+            raise UsageError("grads-need-microbatches", "--grads needs at least two sequences: each is a microbatch")
         tokens.write_rollout(self.folder / "tokens.jsonl", self.sequences)
         texts = token_texts(self.inputs.checkpoint, self.sequences)
         if texts:
@@ -234,6 +238,10 @@ class Run:
         # In the process that had the pins in force: a side that was loaded anew would have its native bits in any case.
         lifted = Arm(id=RETURN, pins=base, paths=("prefill",))
         self._run_arms("measuring", [*arms, *probes, lifted], oracle)
+        if s.grads:
+            self.progress.step("taking the trainer's gradients, native and pinned")
+            gradients = Arm(id=GRADS, pins=base, probe="grads", paths=("forward",))
+            self._fleet.ask({"trainer": [{"op": "run", "arms": [gradients.to_json()]}]})
         if s.attribute:
             self._attribute(base)
             if self.inputs.together:

@@ -60,6 +60,7 @@ class Settings:
     seed: int = 0
     plant: tuple[str, ...] = ()
     attribute: bool = False
+    grads: bool = False
     knobs: Mapping[str, str] = field(
         default_factory=dict
     )  # family knobs that were given, e.g. {"logprob.reduce": ..., "trainer.logprob.head_dtype": ...}

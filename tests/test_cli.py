@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
+from rlmismatch import axes
 from rlmismatch.cli import COMMANDS, render_error
 from rlmismatch.commands.options import settings_of
-from rlmismatch.errors import EngineError, RlmismatchError, UsageError
+from rlmismatch.errors import EngineError, EnvironmentUnfitError, RlmismatchError, UsageError
+from rlmismatch.evidence import wanted_axes
 from rlmismatch.exitcodes import ExitCode
+from rlmismatch.settings import Settings
 from tests.cli_runs import TINY, Done, run
 
 
@@ -97,9 +101,25 @@ def test_bad_input_is_refused_with_a_hint_before_any_engine(case: str, tmp_path:
     assert not list((tmp_path / "run").glob("logs/*")), "an engine was started"
 
 
-def test_an_axis_that_is_not_built_is_exit_7(tmp_path: Path) -> None:
-    message = _refused(run("gemm", "--ckpt", TINY, "--axis", "gemm.dgrad_reduce", out=tmp_path / "run"), "axis-not-built", 7)
-    assert "gemm.dgrad_reduce" in message
+def test_an_axis_that_is_not_built_is_exit_7(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = dataclasses.replace(axes.by_id("gemm.kernel"), built="not_built", pins=(), measured=False)
+    monkeypatch.setattr(axes, "by_id", lambda _: listed)
+    with pytest.raises(EnvironmentUnfitError, match=r"gemm\.kernel") as caught:
+        wanted_axes(Settings(command="gemm", ckpt=TINY, axis=("gemm.kernel",)))
+    assert (caught.value.slug, caught.value.exit_code) == ("axis-not-built", 7)
+
+
+@pytest.mark.parametrize(
+    ("slug", "options"),
+    [
+        ("knob-needs-grads", ("--dgrad-reduce", "rank_order")),
+        ("knob-needs-grads", ("--wgrad-accumulate", "fused")),
+        ("grads-not-built", ("--grads", "--trainer-spec", "te")),
+        ("grads-not-built", ("--grads", "--cp", "2")),
+    ],
+)
+def test_the_backward_is_refused_before_an_engine_starts(slug: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    _refused(run("gemm", "--ckpt", TINY, *options, out=tmp_path / "run"), slug)
 
 
 def test_an_output_folder_that_holds_something_is_never_written_to(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from rlmismatch import attribution, axes, verdict
 from rlmismatch.arms import NATIVE
-from rlmismatch.assemble import attention_trainer, compilation, logprob, rows
+from rlmismatch.assemble import attention_trainer, compilation, gradients, logprob, rows
 from rlmismatch.assemble.defects import defects, over_limit
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.checkpoint import combine_digests
@@ -30,7 +30,7 @@ from rlmismatch.report.model import (
 from rlmismatch.settings import split_plant
 
 # What each family makes of its probes' captures.
-_MEASURES: Final = (attention_trainer.measures, logprob.measures, compilation.measures)
+_MEASURES: Final = (gradients.measures, attention_trainer.measures, logprob.measures, compilation.measures)
 _NAMES: Final[Mapping[str, str]] = {"megatron": "megatron-core", "vllm": "vllm", "oracle": "transformers"}
 
 
@@ -44,7 +44,7 @@ def report(folder: Path, *, budget: Sequence[str] = (), fail_on: str | None = No
     wanted = wanted_axes(evidence.settings)
     floors = () if void else rows.floors(evidence, book)
     closed = () if void else rows.closure(evidence, book)
-    controls = () if void else rows.controls(evidence, book, floors, closed)
+    controls = () if void else (*rows.controls(evidence, book, floors, closed), *gradients.controls(evidence, book))
     ratios = rows.ratios(evidence, book, void=void)
     errors = {} if void else oracle_errors(evidence, book)
     limits = Budget.parse(*evidence.settings.budget)
@@ -79,6 +79,7 @@ def report(folder: Path, *, budget: Sequence[str] = (), fail_on: str | None = No
         knobs=knobs,
         axes=rows.axis_rows(evidence, book, wanted, measured, void=void),
         measures=measured,
+        gradients=None if void else gradients.info(evidence, book),
         ratios=(*ratios, *_oracle_ratios(errors, evidence, book, void=void)),
         floors=floors,
         oracle=tuple(_oracle_row(side, error) for side, error in errors.items()),
@@ -289,6 +290,7 @@ def _notes(evidence: Evidence, book: ScoreBook) -> tuple[str, ...]:
         if c.outcome.value == "waived"
     ]
     for side in ("trainer", "rollout"):
-        seen = {note for result in book.arms[side].values() for note in result.notes}
+        said = (gradients.REFUSED, gradients.CONSISTS)  # by the table of the gradients
+        seen = {note for result in book.arms[side].values() for note in result.notes if not note.startswith(said)}
         notes += [f"{side}: {note}" for note in sorted(seen)]
     return tuple(notes)

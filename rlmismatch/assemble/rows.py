@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -9,6 +10,7 @@ from typing import Final
 import torch
 
 from rlmismatch.arms import ALL, BOUNDARY, COMPILE, LOCAL, NATIVE, RETURN, arm_id, compiled, repeat_id
+from rlmismatch.assemble import gradients
 from rlmismatch.assemble.compilation import inert_pins
 from rlmismatch.assemble.scores import RATIOS, ScoreBook
 from rlmismatch.axes.base import Axis
@@ -21,6 +23,7 @@ from rlmismatch.pins.spec import boundary_names, pin_of_boundary
 from rlmismatch.report.model import AxisRow, ClosureRow, ControlRow, DivergenceRow, FloorRow, Gate, KnobRow, MeasureRow, RatioRow
 
 _SIDES: Final[tuple[SideName, ...]] = ("trainer", "rollout")
+GRADIENT_AXES: Final = ("gemm.dgrad_reduce", "gemm.wgrad_accumulate")
 
 
 def gates(evidence: Evidence) -> tuple[Gate, ...]:
@@ -111,7 +114,8 @@ def local(axis: Axis, book: ScoreBook) -> Local:
 def axis_rows(
     evidence: Evidence, book: ScoreBook, wanted: Iterable[Axis], measures: Iterable[MeasureRow], *, void: bool
 ) -> tuple[AxisRow, ...]:
-    """One row an axis. `measures`: what was measured beside the arms, which is all the numbers that an axis without a pin has."""
+    """One row an axis. `measures`: what was measured beside the arms, which is all the numbers that an axis without a pin has, but for
+    the gradient's axes."""
     measured = frozenset(m.axis for m in measures if m.value is not None)
     return tuple(_axis_row(axis, evidence, book, measured, void=void) for axis in wanted)
 
@@ -134,6 +138,8 @@ def _axis_row(axis: Axis, evidence: Evidence, book: ScoreBook, measured: frozens
         return row("contract only")
     if void:
         return row("not run", "the sides are not comparable")
+    if axis.id in GRADIENT_AXES:
+        return _gradient_row(axis, evidence, book, row("measured"))
     if not axis.pins:
         return row("measured", "see Measures") if axis.id in measured else row("not run", _measured_by(axis))
     base, pins = evidence.base_pins, frozenset(axis.pins)
@@ -151,6 +157,24 @@ def _axis_row(axis: Axis, evidence: Evidence, book: ScoreBook, measured: frozens
 
 def _measured_by(axis: Axis) -> str:
     return "needs --compile" if axis.id == COMPILE else f"needs `rlmismatch {axis.family}`"
+
+
+def _gradient_row(axis: Axis, evidence: Evidence, book: ScoreBook, plain: AxisRow) -> AxisRow:
+    """The row of an axis of the backward, whose numbers are of gradients and whose pin is no pin of the forward."""
+    found = gradients.numbers(book).get(axis.id)
+    if found is None:
+        why = "needs `rlmismatch gemm --grads`" if not evidence.settings.grads else "no gradient was taken"
+        return dataclasses.replace(plain, status="not run", why=why)
+    held = any(evidence.settings.knobs_of("trainer").get(knob) == values[-1] for knob, values in axis.knobs.items())
+    return dataclasses.replace(
+        plain,
+        status="pinned" if held else "measured",
+        why="held by a knob in every pass" if held else "",
+        ratio="gradient",
+        local=found.local,
+        alone=found.alone,
+        last=found.last,
+    )
 
 
 def _why_not_run(axis: Axis, evidence: Evidence) -> str:

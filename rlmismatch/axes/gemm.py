@@ -40,7 +40,8 @@ class GemmReductionSpec:
     """How the partial products of one GEMM become one number across ranks."""
 
     order: str = semantic("rank order in which partials are added")
-    acc_dtype: str = semantic("dtype of the running sum")
+    # A sum that one side alone has must not hold less than what is sent; where both sides have it, they must agree.
+    acc_dtype: str = semantic("dtype of the running sum", must=("float32", "as sent"))
     collective: str = recorded("collective that carries the sum: all-reduce, reduce-scatter or all-gather")
     engine: str = recorded("who performed the sum")
 
@@ -49,8 +50,8 @@ class GemmReductionSpec:
 class GemmWgradSpec:
     """How a weight gradient is added to what earlier microbatches left."""
 
-    accum_dtype: str = semantic("dtype in which dW is added to main_grad")
-    main_grad_dtype: str = semantic("dtype in which main_grad is kept")
+    accum_dtype: str = semantic("dtype in which dW is added to main_grad", must=("float32",))
+    main_grad_dtype: str = semantic("dtype in which main_grad is kept", must=("float32",))
     fusion: bool = recorded("whether the GEMM itself adds to main_grad")
 
 
@@ -152,10 +153,24 @@ GEMM: Final[tuple[Axis, ...]] = (
             "trainer_tp2_equal_payload": "trainer TP2 with equal payload and accumulate dtype: one addition, no order",
         },
         plants=(
-            Plant(id="dgrad_not_reduced", verdict="defect", what="dX stays a per-rank partial: the all-reduce is lost", sides=("trainer",)),
-            Plant(id="dgrad_bf16_accumulate", verdict="contract", what="dX partials are added in bf16", sides=("trainer",)),
+            Plant(
+                id="dgrad_not_reduced",
+                verdict="defect",
+                what="dX stays a per-rank partial: the all-reduce is lost",
+                sides=("trainer",),
+                built=True,
+            ),
+            Plant(
+                id="dgrad_bf16_accumulate",
+                verdict="contract",
+                what="dX partials of more than bf16 are added in bf16",
+                sides=("trainer",),
+                built=True,
+            ),
         ),
         side="trainer",
+        measured=True,
+        built="complete",
     ),
     Axis(
         id="gemm.forward_reduce",
@@ -192,8 +207,12 @@ GEMM: Final[tuple[Axis, ...]] = (
         measure="at least 2 microbatches with a non-zero main_grad; fused, explicit-bf16, explicit-fp32, float64",
         trap="with a bf16 main_grad that starts at zero the gap hides until microbatch 2 (256 + 1 stays 256 in bf16)",
         hint="accumulate gradients in float32 (main_grad in float32) in the trainer",
-        plants=(Plant(id="wgrad_bf16_accumulate", verdict="contract", what="dW is added to main_grad in bf16", sides=("trainer",)),),
+        plants=(
+            Plant(id="wgrad_bf16_accumulate", verdict="contract", what="dW is added to main_grad in bf16", sides=("trainer",), built=True),
+        ),
         side="trainer",
+        measured=True,
+        built="complete",
     ),
     Axis(
         id="rollout.all_reduce_backend",

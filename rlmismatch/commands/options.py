@@ -222,6 +222,8 @@ PLANT_NEEDS = {
     "soft_cap_missing": {"logprob.soft_cap": "10"},
     "cap_after_scale": {"logprob.soft_cap": "10", "logprob.logit_scale": "0.5"},
 }
+# Axes whose plants break the backward alone: nothing shows them but gradients.
+GRADIENT_AXES = ("gemm.dgrad_reduce", "gemm.wgrad_accumulate")
 PLANTED_TEMPERATURE = 0.7  # at 1 a side has no temperature to leave out
 SHARED = (_INPUT, _SIDES, _JUDGE, OUTPUT)
 
@@ -259,8 +261,22 @@ def settings_of(
         axes.plant(plant, side_name)
     if settings.temperature == 1.0 and any(plant in ("temperature_not_applied", "entropy_before_temperature") for plant, _ in planted):
         settings = dataclasses.replace(settings, temperature=PLANTED_TEMPERATURE)
+    if any(a.id in GRADIENT_AXES for plant, _ in planted for a in axes.axes_of_plant(plant)):
+        settings = dataclasses.replace(settings, grads=True)
+    _check_grads(settings)
     needed = {knob: value for plant, _ in planted for knob, value in PLANT_NEEDS.get(plant, {}).items()}
     return dataclasses.replace(settings, knobs={**needed, **settings.knobs}, budget=_limits(settings))
+
+
+def _check_grads(settings: Settings) -> None:
+    from rlmismatch.errors import UsageError
+
+    asked = sorted(k for k in settings.knobs if k.partition(".")[2] in GRADIENT_AXES or k in GRADIENT_AXES)
+    if asked and not settings.grads:
+        option = asked[0].rpartition(".")[2].replace("_", "-")
+        raise UsageError("knob-needs-grads", f"--{option} turns the backward, and no gradient is taken", hint="add --grads")
+    if settings.grads and (settings.trainer_spec == "te" or settings.cp > 1):
+        raise UsageError("grads-not-built", "gradients are taken from the trainer's local spec without context parallelism")
 
 
 def _limits(settings: Settings) -> tuple[str, ...]:

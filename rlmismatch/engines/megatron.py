@@ -17,9 +17,11 @@ import torch
 from rlmismatch.checkpoint import Checkpoint, digest
 from rlmismatch.contract import Reading
 from rlmismatch.engines import (
+    gradient_knobs,
     logprob_knobs,
     megatron_attention,
     megatron_cp,
+    megatron_gradients,
     megatron_knobs,
     megatron_model,
     megatron_plants,
@@ -27,6 +29,7 @@ from rlmismatch.engines import (
     megatron_provenance,
     megatron_readings,
     megatron_weights,
+    megatron_wgrad,
 )
 from rlmismatch.engines.megatron_knobs import TrainerKnobs
 from rlmismatch.engines.protocol import Arm, ArmResult, SideConfig
@@ -101,6 +104,10 @@ class MegatronEngine:
             self.shard,
         )
         self._standing.enter_context(megatron_model.fused_loss(self.gpt.config, self.native_settings.fusion))
+        if config.grads:
+            self.gradient_buffers = megatron_gradients.Buffers(self)
+            if self.gradient_buffers.fused:
+                self._standing.enter_context(megatron_wgrad.fusion(self.gpt, self.device))
 
     def run(self, arm: Arm, sequences: Seq[Sequence]) -> ArmResult:
         """Score the sequences under one arm; the native state is back on return, also after an error.
@@ -111,6 +118,8 @@ class MegatronEngine:
         self._check(arm, sequences)
         knobs = self._knobs(arm)
         settings = self._planted(knobs.loss)
+        if arm.probe == "grads":
+            return megatron_gradients.run(self, arm, sequences)
         switch = OpSwitch(active=arm.pins, probe=arm.probe if arm.probe in ("local", "boundary") else "none", recorder=Recorder())
         result = ArmResult(arm=arm, knobs=logprob_knobs.under_pin(knobs.outcomes, arm.pins))
         scores: dict[str, torch.Tensor] = {}
@@ -174,7 +183,7 @@ class MegatronEngine:
         return self._planted(self._knobs(Arm(id="native")).loss)
 
     @property
-    def knob_outcomes(self) -> Mapping[str, Mapping[str, Any]]:
+    def knob_outcomes(self) -> dict[str, dict[str, Any]]:
         """What became of each knob of this run, before any arm."""
         return self._knobs(Arm(id="native")).outcomes
 
@@ -186,11 +195,11 @@ class MegatronEngine:
         padding = "include" if "pad_rows_included" in self.plants else loss.padding
         return dataclasses.replace(loss, padding=padding, chain=logprob_knobs.planted_chain(loss.chain, self.plants))
 
-    def forward(self, token_ids: Seq[int], labels: Seq[int] | None) -> torch.Tensor:
+    def forward(self, token_ids: Seq[int], labels: Seq[int] | None, *, grad: bool = False) -> torch.Tensor:
         """float32 [S] loss per position, or without labels logits [S, V / tp], of the whole sequence on every rank.
 
         S is padded on the right to a multiple of 2 CP under context parallelism, times TP under SP. Causal attention keeps the padding
-        from reaching any real token.
+        from reaching any real token. grad: the loss can be differentiated.
         """
         padding = -len(token_ids) % (self.cp.multiple * (self.tp.size if self.config.sp else 1))
         filling = [0] * padding
@@ -202,7 +211,7 @@ class MegatronEngine:
         # Without a mask Megatron's own attention would build one on the GPU; Transformer Engine's, and ours, know the mask by themselves.
         mask = megatron_model.causal_mask(length, self.device) if self.config.trainer_spec == "local" and self.cp.size == 1 else None
         self.ops.begin(len(token_ids))
-        with torch.no_grad():
+        with torch.set_grad_enabled(grad):
             out = self.gpt(
                 own(token_ids),
                 own(range(length - padding)),
@@ -228,12 +237,14 @@ class MegatronEngine:
 
     def _knobs(self, arm: Arm) -> TrainerKnobs:
         """What `arm` asks of the native loss, and what became of each knob."""
-        return megatron_knobs.resolve(
+        knobs = megatron_knobs.resolve(
             self.config,
             arm.settings,
             padded=self.shard.padded_vocab_size > self.shard.vocab_size,
             te_loss=megatron_model.has_te_loss(self.gpt),
         )
+        backward = gradient_knobs.outcomes(self.config.knobs, tp=self.tp.size, fused=megatron_wgrad.available(self.device))
+        return dataclasses.replace(knobs, outcomes=knobs.outcomes | backward)
 
     def _check(self, arm: Arm, sequences: Seq[Sequence]) -> None:
         if set(arm.paths) - {"forward"}:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlmismatch.contract import Reading, documented
+from rlmismatch.engines import megatron_plants_gradients as backward
 from rlmismatch.engines import megatron_plants_logprob as faults
 from rlmismatch.engines.logprob_plants import SAYS_EOS, SAYS_OOV, SAYS_SHIFT
 from rlmismatch.engines.megatron_model import set_inv_freq
@@ -308,5 +309,28 @@ PLANTS: Mapping[str, TrainerPlant] = {
     "entropy_before_temperature": TrainerPlant(
         what="the entropy is taken of the logits before temperature; the measurement leaves it out",
         refuse=lambda config, model: "the temperature is 1" if config.temperature == 1.0 else None,
+    ),
+    "dgrad_not_reduced": TrainerPlant(
+        what="dX stays a rank's own partial",
+        apply=lambda site: backward.dgrad_not_reduced(site.gpt, site.shard.tp),
+        refuse=lambda config, model: "one rank has nothing to sum" if config.tp == 1 else None,
+        specs=("local",),
+    ),
+    "dgrad_bf16_accumulate": TrainerPlant(
+        what="dX is added rank by rank in bfloat16",
+        apply=lambda site: backward.dgrad_bf16_accumulate(site.gpt, site.shard.tp),
+        refuse=lambda config, model: (
+            "one rank has nothing to sum"
+            if config.tp == 1
+            else "the partials are bfloat16 themselves, so the collective adds in it anyway; use --dtype float32"
+            if config.dtype == "bfloat16"
+            else None
+        ),
+        specs=("local",),
+    ),
+    "wgrad_bf16_accumulate": TrainerPlant(
+        what="main_grad is bfloat16; the gradient buffers are built so",
+        refuse=lambda config, model: None if config.dtype == "bfloat16" else "main_grad takes the model's dtype, which is no bfloat16",
+        specs=("local",),
     ),
 }

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlmismatch.contract import not_applicable, read, unknown
-from rlmismatch.engines import megatron_attention, megatron_cp, megatron_plants, megatron_trials
+from rlmismatch.engines import gradient_trials, megatron_attention, megatron_cp, megatron_plants, megatron_trials
 from rlmismatch.engines.megatron_evidence import (
     Fields,
     by_table,
@@ -36,9 +36,9 @@ def read_all(engine: MegatronEngine) -> dict[str, Fields]:
     return {
         "gemm.runtime_flags": _runtime_flags(engine),
         "gemm.kernel": _gemm_kernel(engine),
-        "gemm.dgrad_reduce": forward_only("order", "acc_dtype", "engine"),
+        "gemm.dgrad_reduce": gradient_trials.dgrad_reduce(engine),
         "gemm.forward_reduce": _forward_reduce(engine),
-        "gemm.wgrad_accumulate": forward_only("accum_dtype", "main_grad_dtype", "fusion"),
+        "gemm.wgrad_accumulate": gradient_trials.wgrad_accumulate(engine),
         **attention_readings(engine),
         "attention.merge_order": megatron_cp.merge_readings(engine),
         "attention.precision": _attention_precision(engine),

@@ -49,6 +49,7 @@ class SideConfig:
     vocab_padding_policy: Literal["include", "mask"] = "include"
     temperature: float = 1.0  # the sampling temperature both sides are to apply to the logits
     bos_token_id: int | None = None
+    grads: bool = False  # the trainer holds gradients, too
     oracle_dtype: Literal["float64", "float32"] = "float64"
     plants: tuple[str, ...] = ()  # faults put in on purpose on this side
     knobs: Mapping[str, Any] = field(default_factory=dict)  # family knobs requested for this side
@@ -83,14 +84,15 @@ class Arm:
     pins: pin ids in force (pins/spec.py). paths: which scores to take. probe: ``local`` replays every pinned op's captured inputs
     through the native op, the pin and float64; ``boundary`` (all pins on, one sequence) also runs the native op on the same, equal
     inputs and keeps its output; ``logits`` keeps scored rows of the head, and what the side's own log-softmax makes of them
-    (engines/logprob_probe.py); ``attention`` keeps attention's operands and output of one sequence (engines/attention_capture.py).
+    (engines/logprob_probe.py); ``attention`` keeps attention's operands and output of one sequence (engines/attention_capture.py); ``grads``
+    takes the trainer's gradients (engines/megatron_gradients.py).
     settings: knob values for this arm only, e.g. ``{"logprob.reduce": "allgather_logits"}``.
     """
 
     id: str
     pins: frozenset[str] = frozenset()
     paths: tuple[ScorePath, ...] = ()
-    probe: Literal["none", "local", "boundary", "logits", "attention"] = "none"
+    probe: Literal["none", "local", "boundary", "logits", "attention", "grads"] = "none"
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

@@ -123,6 +123,8 @@ class VllmEngine:
     def run(self, arm: Arm, sequences: Seq[Sequence]) -> ArmResult:
         started = time.perf_counter()
         self._check(arm, sequences)
+        if arm.probe == "grads":
+            raise UsageError("probe-unknown", "the rollout has no backward", where=f"arm {arm.id}")
         boundary = arm.probe == "boundary"
         recorder = Recorder()
         switch = OpSwitch(active=arm.pins, probe=arm.probe if arm.probe in ("local", "boundary") else "none", recorder=recorder)

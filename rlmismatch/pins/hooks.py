@@ -60,6 +60,13 @@ class CallCounter:
         """Labels of the hooks that never ran."""
         return tuple(patch.label or patch.name for patch, n in zip(self._patches, self._calls, strict=True) if n == 0)
 
+    def by_pin(self) -> dict[str, int]:
+        """Pin -> calls of all hooks that can carry it."""
+        out: Counter[str] = Counter()
+        for patch, n in zip(self._patches, self._calls, strict=True):
+            out.update(dict.fromkeys(patch.pins, n))
+        return dict(out)
+
 
 @contextlib.contextmanager
 def installed(patches: Sequence[Patch]) -> Iterator[CallCounter]:

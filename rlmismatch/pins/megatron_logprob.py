@@ -159,12 +159,20 @@ def merged_logprob(
     temperature = chain.only_temperature
     if temperature is None:
         logits_SV, temperature = _pinned_chain(logits_SV, vocab_size, chain, shard), 1.0
+    parts = gathered_partials(logits_SV, targets_S, vocab_size, temperature=temperature, shard=shard, impl=impl)
+    return logprob.merge(parts, vocab_size=vocab_size, impl=impl)
+
+
+def gathered_partials(
+    logits_SV: torch.Tensor, targets_S: torch.Tensor, vocab_size: int, *, temperature: float, shard: VocabShard, impl: Impl
+) -> list[logprob.VocabPartials]:
+    """Every rank's fixed-width tiles of its shard, rank 0 first, on every rank. Collective."""
     own = logprob.partials(logits_SV, targets_S, vocab_start=shard.start, vocab_size=vocab_size, impl=impl, temperature=temperature)
     tiles = [tile_count(shard.columns(rank, vocab_size)) for rank in range(shard.tp.size)]
     most = max(tiles)
     max_RSJ, sumexp_RSJ = (shard.tp.gathered(functional.pad(x_SJ, (0, most - x_SJ.shape[1]))) for x_SJ in (own.max_TJ, own.sumexp_TJ))
     targets_RS, owns_RS = shard.tp.gathered(own.target_T), shard.tp.gathered(own.owns_T.to(torch.uint8))
-    parts = [
+    return [
         logprob.VocabPartials(
             max_TJ=max_RSJ[rank][:, :count],
             sumexp_TJ=sumexp_RSJ[rank][:, :count],
@@ -174,7 +182,6 @@ def merged_logprob(
         )
         for rank, count in enumerate(tiles)
     ]
-    return logprob.merge(parts, vocab_size=vocab_size, impl=impl)
 
 
 def _pinned_chain(logits_SV: torch.Tensor, vocab_size: int, chain: Chain, shard: VocabShard) -> torch.Tensor:

@@ -12,6 +12,7 @@ from rlmismatch.report.numbers import NOT_MEASURED, number, percent, plural
 
 DIVERGING_SHOWN: Final = 6
 ALONE_LAST: Final = "alone: drift left when only this is pinned; last: drift that comes back when only this is released"
+GRADIENT_UNIT: Final = "of a gradient: relative L2 of the native one against the pinned one, in the place of nats"
 # How the groups of axes without numbers are headed, in order.
 GROUPS: Final = ("differs", "unknown", "measured", "pinned", "equal", "contract only", "structural zero", "not run", "not built")
 
@@ -159,7 +160,8 @@ def axes(report: Report) -> Section | None:
             (cell(a.axis), _contract_word(a), nats(a.local), nats(a.alone), nats(a.last), cell(a.ratio), cell(a.why, "dim"))
             for a in measured
         )
-        blocks += [Table(columns=columns, rows=rows), Lines(lines=(cell(ALONE_LAST, "dim"),))]
+        notes = [ALONE_LAST, *([GRADIENT_UNIT] if any(a.ratio == "gradient" for a in measured) else [])]
+        blocks += [Table(columns=columns, rows=rows), Lines(lines=tuple(cell(note, "dim") for note in notes))]
     groups: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for a in report.axes:
         if a not in measured:

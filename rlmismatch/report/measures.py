@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from rlmismatch.drift.model import BudgetLine, Drift, Interval, TokenDrift
-from rlmismatch.report import isolation
+from rlmismatch.report import gradients, isolation
 from rlmismatch.report.blocks import Block, Cell, Column, Item, Items, Pairs, Section, Table, cell
 from rlmismatch.report.cells import NATS, nats, numeric, unequal
 from rlmismatch.report.model import Report
@@ -27,6 +27,7 @@ def sections(report: Report, *, verbose: bool) -> list[Section]:
         isolation.closure(report),
         isolation.divergence(report, verbose),
         isolation.axes(report),
+        gradients.section(report.gradients, verbose) if report.gradients else None,
         _measures(report, verbose),
         _oracle(report),
         _floors(report),

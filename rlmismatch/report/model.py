@@ -94,7 +94,8 @@ class KnobRow:
 
 @dataclass(frozen=True, kw_only=True)
 class AxisRow:
-    """One axis. Numbers are mean |delta| in nats over the tokens of `ratio`, but for `local`, which is in the op's own unit.
+    """One axis. Numbers are mean |delta| in nats over the tokens of `ratio`, but for `local`, which is in the op's own unit; where `ratio`
+    is ``gradient`` they are relative L2 of the trainer's gradient.
 
     local: largest |native - pin| on equal inputs. alone: drift left when only this axis is pinned.
     last: drift brought back when only this axis is released.
@@ -129,6 +130,53 @@ class MeasureRow:
     def ok(self) -> bool:
         """Within its limit; NaN is within none, and what was not measured broke none."""
         return self.value is None or self.limit is None or abs(self.value) <= self.limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientRow:
+    """One parameter's native gradient against its pinned one, as the checkpoint names it."""
+
+    parameter: str
+    elements: int
+    unequal: int
+    norm: float  # L2, of the pinned one
+    relative_l2: float
+    cosine: float | None  # None: one of them is zero
+    max_abs: float
+    digest: str = ""  # SHA-256 of the pinned one, whole and un-fused, float32: the same at every TP
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientPlayer:
+    """One part of the backward that can be pinned apart. Drifts are relative L2; `share` is of the squared drift (0..1)."""
+
+    player: str  # ops | dgrad_reduce | wgrad_accumulate
+    axis: str = ""  # "": the operations are many axes'
+    alone: float | None = None
+    last: float | None = None
+    share: float | None = None
+    why: str = ""  # why there are no numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientInfo:
+    """The trainer's gradient of one real loss: how far the native one is from the pinned one, and whose that is."""
+
+    loss: str
+    tokens: int
+    microbatches: int
+    elements: int = 0
+    unequal: int | None = None
+    norm_native: float | None = None
+    norm_pinned: float | None = None
+    relative_l2: float | None = None
+    cosine: float | None = None
+    max_abs: float | None = None
+    players: tuple[GradientPlayer, ...] = ()
+    rows: tuple[GradientRow, ...] = ()  # the worst first
+    composition: tuple[str, ...] = ()  # what the pinned backward consists of
+    digest: str = ""  # over the digests of all parameters: the same at TP1, TP2 and TP2+SP
+    why: str = ""  # why there is no pinned gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,6 +318,7 @@ class Report:
     knobs: tuple[KnobRow, ...] = ()
     axes: tuple[AxisRow, ...] = ()
     measures: tuple[MeasureRow, ...] = ()
+    gradients: GradientInfo | None = None
     ratios: tuple[RatioRow, ...] = ()
     floors: tuple[FloorRow, ...] = ()
     oracle: tuple[OracleRow, ...] = ()

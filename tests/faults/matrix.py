@@ -50,6 +50,7 @@ class Case:
         words += ["TP2+SP" if "--sp" in self.options else "TP2"] if "--trainer-tp" in self.options else []
         words += ["CP2, its size waived"] if "--cp" in self.options else []
         words += [] if "--vocab-padding-policy" in self.options else ["padded rows counted"]
+        words += ["float32"] if "float32" in self.options else []
         return ", ".join([*words, f"torchrun with {self.torchrun} ranks"] if self.torchrun else words)
 
 
@@ -426,6 +427,29 @@ CASES: Final[tuple[Case, ...]] = (
         word="CONTRACT",
         axis="logprob.backward",
         says="entropy_reduction is fixed_merge, before temperature on the trainer",
+    ),
+    Case(
+        plant="dgrad_not_reduced",
+        side="trainer",
+        word="DEFECT",
+        axis="gemm.dgrad_reduce",
+        says="trainer dX: the engine's sum against float64, relative L2 is",
+        options=(*MASK, *TP2),
+    ),
+    Case(
+        plant="dgrad_bf16_accumulate",
+        side="trainer",
+        word="CONTRACT",
+        axis="gemm.dgrad_reduce",
+        says="acc_dtype is bfloat16 on the trainer",
+        options=(*_TP2_SP, "--dtype", "float32"),
+    ),
+    Case(
+        plant="wgrad_bf16_accumulate",
+        side="trainer",
+        word="CONTRACT",
+        axis="gemm.wgrad_accumulate",
+        says="accum_dtype is bfloat16 on the trainer",
     ),
 )
 
