@@ -9,7 +9,7 @@ A value is a `Reading`: the value and the *evidence* for it. Unknown is not equa
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal

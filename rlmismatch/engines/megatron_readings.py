@@ -19,7 +19,6 @@ from rlmismatch.engines.megatron_evidence import (
     by_table,
     dtype_of,
     fill,
-    forward_only,
     from_environment,
     gemm_library,
     one_value,

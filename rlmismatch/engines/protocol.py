@@ -84,8 +84,8 @@ class Arm:
     pins: pin ids in force (pins/spec.py). paths: which scores to take. probe: ``local`` replays every pinned op's captured inputs
     through the native op, the pin and float64; ``boundary`` (all pins on, one sequence) also runs the native op on the same, equal
     inputs and keeps its output; ``logits`` keeps scored rows of the head, and what the side's own log-softmax makes of them
-    (engines/logprob_probe.py); ``attention`` keeps attention's operands and output of one sequence (engines/attention_capture.py); ``grads``
-    takes the trainer's gradients (engines/megatron_gradients.py).
+    (engines/logprob_probe.py); ``attention`` keeps attention's operands and output of one sequence (engines/attention_capture.py);
+    ``grads`` takes the trainer's gradients (engines/megatron_gradients.py).
     settings: knob values for this arm only, e.g. ``{"logprob.reduce": "allgather_logits"}``.
     """
 
