@@ -77,7 +77,7 @@ def main() -> None:
     logprob.log_softmax(logits, *normaliser, columns=151936, temperature=0.7)
     for temperature in (0.7, 1.0):
         logprob.rows(logits, rows, columns=151936, temperature=temperature)
-        logprob.fused_rows(logits, rows, torch.zeros(2), torch.zeros(1, dtype=torch.int32), columns=151936, temperature=temperature)
+        logprob.fused_rows(logits, rows, torch.zeros(2), columns=151936, temperature=temperature)
     logprob_backward.dlogits(logits, rows, torch.zeros(2), *normaliser, columns=151936, temperature=0.7, out_dtype=BF16)
     logprob_backward.fold_entropy(*logprob_backward.entropy_tiles(logits, columns=151936, temperature=0.7))
     for tokens in (1, 64, 512):

@@ -81,11 +81,8 @@ def test_one_launch_has_the_bits_of_tiles_and_fold(randn: Randn, dtype: torch.dt
 
     logits, targets = widen(randn(6, columns + 5, dtype=dtype, scale=3.0)), torch.tensor([0, 63, 64, columns - 1, columns, -1]).to(DEVICE)
     logits[:, columns:] = torch.nan
-    fused, outside = torch.full((6,), 7.0, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    kernels.fused_rows(logits, targets, fused, outside, columns=columns, temperature=temperature)
-    assert outside.item() == 1
-    kernels.fused_rows(logits[:4], targets[:4], fused[:4], outside.zero_(), columns=columns, temperature=temperature)
-    assert outside.item() == 0
+    fused = torch.full((6,), 7.0, device=DEVICE)
+    kernels.fused_rows(logits, targets, fused, columns=columns, temperature=temperature)
     max_T, logsum_T = kernels.normaliser(*kernels.tiles(logits, columns=columns, temperature=temperature))
     target_T = kernels.gather(logits, targets.clamp(0, columns - 1), targets >= 0, temperature=temperature)
     assert torch.equal(fused[:4], kernels.selected(target_T, max_T, logsum_T)[:4])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rlmismatch.kernels.common.dispatch import Impl, implementation
-from rlmismatch.kernels.logprob.partials import WIDTH, Shard, VocabPartials, check_targets, join, require_targets
+from rlmismatch.kernels.logprob.partials import WIDTH, Shard, TargetCheck, VocabPartials, join
 
 __all__ = ["WIDTH", "Impl", "VocabPartials", "log_softmax", "merge", "partials", "selected"]
 
@@ -26,12 +26,10 @@ def selected(logits_TV: torch.Tensor, targets_T: torch.Tensor, *, vocab_size: in
     """
     _check(logits_TV, temperature)
     _require_all_columns(logits_TV, vocab_size)
-    check_targets(targets_T, rows=logits_TV.shape[0])
     module: Any = implementation("logprob", impl, logits_TV, targets_T)
-    found: tuple[torch.Tensor, torch.Tensor] = module.rows(logits_TV, targets_T, columns=vocab_size, temperature=temperature)
-    logp_T, outside = found
-    if bool(outside):  # waits for the GPU
-        require_targets(targets_T, rows=logits_TV.shape[0], vocab_size=vocab_size)
+    check = TargetCheck(targets_T, rows=logits_TV.shape[0], vocab_size=vocab_size)
+    logp_T: torch.Tensor = module.rows(logits_TV, targets_T, columns=vocab_size, temperature=temperature)
+    check.require()
     return logp_T
 
 
@@ -48,17 +46,18 @@ def partials(
     """One rank's part. logits_TV: [T, Vlocal], the columns from `vocab_start` on; targets_T: [T], global ids, equal on all ranks.
 
     Columns at or above `vocab_size` (padding rows of the head) are not read. Raises ValueError if the shard cuts a tile, ContractError for
-    a target outside ``[0, vocab_size)``, on every rank alike, unless the caller has called `require_targets` already: it waits for the GPU.
+    a target outside ``[0, vocab_size)``, on every rank alike, unless the caller has checked the targets.
     """
     _check(logits_TV, temperature)
     shard = Shard.of(vocab_start=vocab_start, local_width=logits_TV.shape[1], vocab_size=vocab_size)
-    if not targets_checked:
-        require_targets(targets_T, rows=logits_TV.shape[0], vocab_size=vocab_size)
     module = implementation("logprob", impl, logits_TV, targets_T)
+    check = None if targets_checked else TargetCheck(targets_T, rows=logits_TV.shape[0], vocab_size=vocab_size)
     local_T = targets_T.long() - shard.start
     owns_T = (local_T >= 0) & (local_T < shard.columns)
     max_TJ, sumexp_TJ = module.tiles(logits_TV, columns=shard.columns, temperature=temperature)
     target_T = module.gather(logits_TV, local_T, owns_T, temperature=temperature)
+    if check:
+        check.require()
     return VocabPartials(max_TJ=max_TJ, sumexp_TJ=sumexp_TJ, target_T=target_T, owns_T=owns_T, first_tile=shard.first_tile)
 
 

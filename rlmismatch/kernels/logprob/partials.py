@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -72,25 +73,46 @@ def tile_count(columns: int) -> int:
     return -(-columns // WIDTH)
 
 
-def check_targets(targets_T: torch.Tensor, *, rows: int) -> None:
-    """Raise ValueError for a wrong shape or dtype."""
-    if targets_T.shape != (rows,) or targets_T.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"targets must be {rows} int32 or int64, got {tuple(targets_T.shape)} {targets_T.dtype}")
+class TargetCheck:
+    """Are all targets tokens? Begun before the work that reads them and answered after its launch: on a GPU the bounds are found on a
+    stream of their own, so that waiting for the answer is not waiting for the work.
+    """
+
+    def __init__(self, targets_T: torch.Tensor, *, rows: int, vocab_size: int) -> None:
+        """Raises ValueError for a wrong shape or dtype."""
+        if targets_T.shape != (rows,) or targets_T.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"targets must be {rows} int32 or int64, got {tuple(targets_T.shape)} {targets_T.dtype}")
+        self._targets_T, self._vocab_size = targets_T, vocab_size
+        self._stream = _side_stream(targets_T.device) if targets_T.is_cuda else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(targets_T.device))
+            targets_T.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):  # None: where it is
+            self._bounds = torch.stack(targets_T.aminmax()) if rows else None
+
+    def require(self) -> None:
+        """Raise ContractError for a target that is no token (a padding id, -100)."""
+        if self._bounds is None:
+            return
+        with torch.cuda.stream(self._stream):
+            low, high = self._bounds.tolist()
+        if low < 0 or high >= self._vocab_size:
+            row = int(((self._targets_T < 0) | (self._targets_T >= self._vocab_size)).int().argmax())
+            raise ContractError(
+                "target-outside-vocabulary",
+                f"target {int(self._targets_T[row])} of row {row} is not in [0, {self._vocab_size})",
+                hint="ignored positions must be left out, not scored",
+            )
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def require_targets(targets_T: torch.Tensor, *, rows: int, vocab_size: int) -> None:
-    """`check_targets`, and ContractError for a target that is no token (a padding id, -100)."""
-    check_targets(targets_T, rows=rows)
-    if not rows:
-        return
-    low, high = torch.stack(targets_T.aminmax()).tolist()  # one wait for the GPU
-    if low < 0 or high >= vocab_size:
-        row = int(((targets_T < 0) | (targets_T >= vocab_size)).int().argmax())
-        raise ContractError(
-            "target-outside-vocabulary",
-            f"target {int(targets_T[row])} of row {row} is not in [0, {vocab_size})",
-            hint="ignored positions must be left out, not scored",
-        )
+    """`TargetCheck`, begun and answered at once."""
+    TargetCheck(targets_T, rows=rows, vocab_size=vocab_size).require()
 
 
 def require_tiled(runs: Sequence[tuple[int, int]], *, vocab_size: int) -> None:

@@ -10,12 +10,12 @@ from rlmismatch.kernels.logprob.partials import WIDTH, tile_count
 _BLOCK_ELEMENTS = 2**24  # bounds the float64 copy of a large vocabulary; rows are independent
 
 
-def rows(logits_TV: torch.Tensor, targets_T: torch.Tensor, *, columns: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of the target among the first `columns` columns, float32 [T], NaN for one outside them; and whether there is one."""
+def rows(logits_TV: torch.Tensor, targets_T: torch.Tensor, *, columns: int, temperature: float) -> torch.Tensor:
+    """Log-prob of the target among the first `columns` columns, float32 [T]; NaN for one outside them."""
     max_T, logsum_T = normaliser(*tiles(logits_TV, columns=columns, temperature=temperature))
     inside_T = (targets_T >= 0) & (targets_T < columns)
     target_T = gather(logits_TV, targets_T.long(), inside_T, temperature=temperature)
-    return selected(target_T, max_T, logsum_T), (~inside_T).any()
+    return selected(target_T, max_T, logsum_T)
 
 
 def tiles(logits_TV: torch.Tensor, *, columns: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:

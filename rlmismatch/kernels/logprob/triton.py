@@ -19,12 +19,11 @@ _OUT_ROWS, _OUT_COLUMNS, _OUT_STEPS = (16, 4096, 1) if INTERPRETED.value else (1
 _FILLED = 264  # rows from which one program a row fills an H200; below, a row is spread over many
 
 
-def rows(logits_TV: torch.Tensor, targets_T: torch.Tensor, *, columns: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of the target among the first `columns` columns, float32 [T], NaN for one outside them; and int32 [1]: is there one?"""
+def rows(logits_TV: torch.Tensor, targets_T: torch.Tensor, *, columns: int, temperature: float) -> torch.Tensor:
+    """Log-prob of the target among the first `columns` columns, float32 [T]; NaN for one outside them."""
     logits = widen(logits_TV)
     count = logits.shape[0]
     logp_T = torch.empty(count, dtype=torch.float32, device=logits.device)
-    outside = torch.zeros(1, dtype=torch.int32, device=logits.device)
     if count < _FILLED or INTERPRETED.value:
         max_T, logsum_T = normaliser(*tiles(logits_TV, columns=columns, temperature=temperature))
         if count:
@@ -34,7 +33,6 @@ def rows(logits_TV: torch.Tensor, targets_T: torch.Tensor, *, columns: int, temp
                 max_T,
                 logsum_T,
                 logp_T,
-                outside,
                 count,
                 columns,
                 *logits.stride(),
@@ -43,26 +41,24 @@ def rows(logits_TV: torch.Tensor, targets_T: torch.Tensor, *, columns: int, temp
                 BLOCK_T=128,
                 enable_fp_fusion=False,
             )
-        return logp_T, outside
-    fused_rows(logits, targets_T, logp_T, outside, columns=columns, temperature=temperature)
-    return logp_T, outside
+        return logp_T
+    fused_rows(logits, targets_T, logp_T, columns=columns, temperature=temperature)
+    return logp_T
 
 
 def fused_rows(
     logits: torch.Tensor,
     targets_T: torch.Tensor,
     logp_T: torch.Tensor,
-    outside: torch.Tensor,
     *,
     columns: int,
     temperature: float,
 ) -> None:
-    """`rows` in one launch, into the last two tensors."""
+    """`rows` in one launch, into `logp_T`."""
     _rows_kernel[(logits.shape[0],)](
         logits,
         targets_T,
         logp_T,
-        outside,
         columns,
         *logits.stride(),
         temperature,
@@ -259,7 +255,6 @@ def _rows_kernel(
     logits_ptr,
     target_ptr,
     logp_ptr,
-    outside_ptr,
     columns,
     stride_t,
     stride_v,
@@ -293,7 +288,6 @@ def _rows_kernel(
     if SCALED:
         x = tl.div_rn(x, tl.zeros_like(x) + temperature)
     tl.store(logp_ptr + t + tl.arange(0, 1), (x - row_max) - logsum)
-    tl.store(outside_ptr + tl.arange(0, 1), 1, mask=~inside)  # whoever stores it, stores the same
 
 
 @triton.jit
@@ -303,7 +297,6 @@ def _pick_kernel(
     max_ptr,
     logsum_ptr,
     logp_ptr,
-    outside_ptr,
     rows,
     columns,
     stride_t,
@@ -323,7 +316,6 @@ def _pick_kernel(
     largest = tl.load(max_ptr + t, mask=live, other=0.0)
     logsum = tl.load(logsum_ptr + t, mask=live, other=0.0)
     tl.store(logp_ptr + t, (x - largest) - logsum, mask=live)
-    tl.store(outside_ptr + tl.zeros_like(t), tl.full((BLOCK_T,), 1, dtype=tl.int32), mask=live & ~inside)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from rlmismatch.kernels.common.dispatch import Impl, implementation
-from rlmismatch.kernels.logprob.partials import WIDTH, Shard, VocabPartials, join, require_targets, require_tiled
+from rlmismatch.kernels.logprob.partials import WIDTH, Shard, TargetCheck, VocabPartials, join, require_tiled
 
 __all__ = ["WIDTH", "EntropyPartials", "Impl", "Normaliser", "dlogits", "entropy", "entropy_partials", "merge_entropy", "normaliser"]
 
@@ -65,12 +65,11 @@ def dlogits(
 
     logits_TV: [T, Vlocal], the columns from `vocab_start` on, in bf16, fp16 or fp32. targets_T: global ids. grad_T: float32 [T], one
     grad_output a row. The result is computed in float32 (float64 for reference) whatever the logits are, and rounded once.
-    Raises ValueError for shapes that do not fit, ContractError for a target outside the vocabulary, unless the caller has called
-    `require_targets` already.
+    Raises ValueError for shapes that do not fit, ContractError for a target outside the vocabulary, unless the caller has checked
+    the targets.
     """
     shard = Shard.of(vocab_start=vocab_start, local_width=logits_TV.shape[1], vocab_size=vocab_size)
-    if not targets_checked:
-        require_targets(targets_T, rows=logits_TV.shape[0], vocab_size=vocab_size)
+    check = None if targets_checked else TargetCheck(targets_T, rows=logits_TV.shape[0], vocab_size=vocab_size)
     if grad_T.shape != targets_T.shape or grad_T.dtype != torch.float32:
         raise ValueError(f"grad_output must be float32 {tuple(targets_T.shape)}, got {grad_T.dtype} {tuple(grad_T.shape)}")
     module = implementation("logprob_backward", impl, logits_TV, targets_T, grad_T)
@@ -84,6 +83,8 @@ def dlogits(
         temperature=temperature,
         out_dtype=out_dtype,
     )
+    if check:
+        check.require()
     return out_TV
 
 
