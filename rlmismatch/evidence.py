@@ -131,6 +131,7 @@ class Evidence:
                 readings["model.weights"] = {**readings.get("model.weights", {}), **_weight_readings(side)}
             sides[name], against = contract.declare(readings, declared[name])
             contradictions.update(against)
+        contradictions.update(axes.unreported_fallbacks(sides["trainer"], sides["rollout"]))
         built = axes.built()
         waivers = set(self.settings.waive)
         return contract.compare(

@@ -40,6 +40,7 @@ from rlmismatch.arms import (
 )
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.axes.base import Axis
+from rlmismatch.checkpoint.head import UnusedRows, unused_rows
 from rlmismatch.engines.fleet import Fleet
 from rlmismatch.engines.launch import Controller
 from rlmismatch.engines.logprob_knobs import CHAIN_KNOBS
@@ -74,6 +75,7 @@ class Run:
     command_line: str
     sequences: tuple[Sequence, ...] = ()
     _digests: dict[str, str] = dataclasses.field(default_factory=dict, init=False)
+    _unused_rows: UnusedRows | None = dataclasses.field(default=None, init=False)
     _fleet: Fleet = dataclasses.field(init=False)
 
     def execute(self) -> None:
@@ -83,6 +85,7 @@ class Run:
         sides = self._launches()
         self.progress.step("hashing the checkpoint's tensors")
         self._digests = self.inputs.checkpoint.digests(dtype=self.settings.dtype)
+        self._unused_rows = unused_rows(self.inputs.checkpoint)
         engines = " and ".join(f"{s.config.engine} ({s.config.layout})" for s in sides)
         self.progress.step(f"starting {engines}{'' if self.inputs.together else ', one after the other'}")
         self._fleet = Fleet(self.controller, sides, together=self.inputs.together)
@@ -172,6 +175,7 @@ class Run:
                     "vocab_size": config.vocab_size,
                     "tied": config.tied,
                     "digests": self._digests,
+                    "unused_rows": self._unused_rows.to_json() if self._unused_rows else None,
                 },
                 "host": host_facts(),
             },

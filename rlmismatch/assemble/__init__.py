@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from rlmismatch import attribution, axes, verdict
 from rlmismatch.arms import NATIVE
-from rlmismatch.assemble import attention_trainer, compilation, gradients, logprob, rows
+from rlmismatch.assemble import attention_trainer, compilation, gradients, head, logprob, rows
 from rlmismatch.assemble.defects import defects, over_limit
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.checkpoint import combine_digests
@@ -51,11 +51,15 @@ def report(folder: Path, *, budget: Sequence[str] = (), fail_on: str | None = No
     lines = () if void else limits.check(next((r.drift for r in ratios if r.name == "trainer/prefill"), None), oracle=errors)
     knobs = rows.knobs(evidence, book)
     gates = rows.gates(evidence)
-    measured = () if void else tuple(row for family in _MEASURES for row in family(evidence, book))
+    measured = () if void else (*head.measures(evidence), *(row for family in _MEASURES for row in family(evidence, book)))
     found: tuple[verdict.Defect, ...] = () if void else (*defects(evidence, book), *over_limit(measured))
     plants = _plants(evidence)
     aligned = None if void else book.ratio("trainer/prefill")
-    hints = () if aligned is None or aligned.invalid else signatures(aligned, tp=evidence.settings.trainer_tp)
+    hints = (
+        ()
+        if aligned is None or aligned.invalid
+        else signatures(aligned, tp=max(evidence.settings.trainer_tp, evidence.settings.rollout_tp))
+    )
     judged = verdict.judge(
         verdict.Facts(
             comparisons=evidence.comparisons,
@@ -293,4 +297,4 @@ def _notes(evidence: Evidence, book: ScoreBook) -> tuple[str, ...]:
         said = (gradients.REFUSED, gradients.CONSISTS)  # by the table of the gradients
         seen = {note for result in book.arms[side].values() for note in result.notes if not note.startswith(said)}
         notes += [f"{side}: {note}" for note in sorted(seen)]
-    return tuple(notes)
+    return tuple(filter(None, (*notes, head.note(evidence))))

@@ -6,6 +6,7 @@ otherwise. A row with a limit that does not hold is a defect of its axis.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ COARSE_NATS: Final = 5e-2  # the same, where an engine caps, scales or sums in b
 FP32_GRADIENT: Final = 1e-5  # mean error over mean size of a float32 gradient
 BF16_GRADIENT: Final = 2.0**-9  # rounding to bfloat16
 _TILE: Final = 64  # columns
+_MOST_ORDERS: Final = 24  # of arrival: all of four shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,7 @@ def measures(evidence: Evidence, book: ScoreBook) -> tuple[MeasureRow, ...]:
         *_padding(trainer),
         *_shards(trainer, rollout, evidence.settings.trainer_tp, evidence.settings.rollout_tp),
         *_reduces(sides),
+        *_merge_orders(trainer, evidence.settings.trainer_tp),
         *_precision(trainer, rollout),
         *_chains(sides, evidence),
         *_shifts(sides),
@@ -163,6 +166,27 @@ def _reduces(sides: Mapping[SideName, Captured]) -> Iterator[MeasureRow]:
         for way, logp_N in captured.named("reduce").items():
             error = _largest(logp_N - exact_N)
             yield MeasureRow(axis="logprob.reduce", side=side, what=f"{way} against float64, largest", value=error, limit=FP32_NATS)
+
+
+def _merge_orders(trainer: Captured, tp: int) -> Iterator[MeasureRow]:
+    """One logits tensor cut into the trainer's shards, their float32 sums added in every order in which they can arrive."""
+    if tp <= 2:
+        return
+    width = trainer.tensors["logits"].shape[1] // tp
+    shards = torch.split(trainer.logits.float(), width, dim=1)
+    max_N = trainer.logits.float().amax(dim=1)
+    sums = [torch.exp(x - max_N[:, None]).sum(dim=1) for x in shards]
+    orders = list(itertools.islice(itertools.permutations(range(len(sums))), _MOST_ORDERS))
+    lse_ON = torch.stack([max_N + _added([sums[rank] for rank in order]).log() for order in orders]).double()
+    axis, what = "logprob.merge_order", f"log-sum-exp of {len(sums)} shards in {len(orders)} orders of arrival"
+    yield MeasureRow(axis=axis, side="trainer", what=f"{what}, largest spread", value=_largest(lse_ON.amax(0) - lse_ON.amin(0)))
+
+
+def _added(sums: list[torch.Tensor]) -> torch.Tensor:
+    total = sums[0]
+    for one in sums[1:]:
+        total = total + one
+    return total
 
 
 def _precision(trainer: Captured, rollout: Captured) -> Iterator[MeasureRow]:

@@ -33,6 +33,7 @@ __all__ = [
     "implied_waivers",
     "one_sided",
     "plant",
+    "unreported_fallbacks",
 ]
 
 ALL: Final[tuple[Axis, ...]] = GEMM + ATTENTION + LOGPROB + MODEL
@@ -175,6 +176,21 @@ def implied_waivers(waivers: Collection[str], trainer: Readings, rollout: Readin
     sized += [(a.id, name) for a in ALL if _CP_KEY in waivers for name in a.only_with_cp]
     implied |= {f"{axis}:{name}" for axis, name in sized if _on_one_side_only(axis, name, trainer, rollout)}
     return frozenset(implied - set(waivers))
+
+
+def unreported_fallbacks(trainer: Readings, rollout: Readings) -> dict[str, str]:
+    """``"axis:field"`` of what ran -> in words, where something else was asked for and the side gives no reason."""
+    out: dict[str, str] = {}
+    for axis in ALL:
+        for side, readings in (("trainer", trainer), ("rollout", rollout)):
+            if axis.fallback is None or axis.id not in readings:
+                continue
+            asked, ran, reason = (readings[axis.id].get(name, Reading()) for name in axis.fallback)
+            if Evidence.UNKNOWN not in (asked.evidence, ran.evidence) and asked.value != ran.value and reason.evidence is not Evidence.READ:
+                key = f"{axis.id}:{axis.fallback[1]}"
+                says = f"the {side} was asked for {asked.value}, ran {ran.value}, and reported no fallback"
+                out[key] = f"{out[key]}; {says}" if key in out else says
+    return out
 
 
 def _on_one_side_only(axis: str, name: str, trainer: Readings, rollout: Readings) -> bool:

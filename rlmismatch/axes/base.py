@@ -60,6 +60,8 @@ class Axis:
     field_names: tuple[str, ...] = ()  # the fields of `spec` that are this axis' own; () = all
     # field -> "axis:field" keys whose fact it states again: it fails after its originals, and a waiver of one covers it
     mirrors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # (what was asked for, what ran, why not): fields; another one that ran than was asked for is a contradiction unless its reason was read
+    fallback: tuple[str, str, str] | None = None
     only_with_tp: tuple[str, ...] = ()  # fields that are not applicable on a side with TP1
     only_with_cp: tuple[str, ...] = ()  # fields that are not applicable on a side with CP1
     values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # field -> the values it can take, where they are a list
@@ -84,7 +86,7 @@ class Axis:
             raise ValueError(f"{self.id}: unknown zero rules {sorted(unknown)}")
         if bool(self.pins or self.measured) != (self.built in ("complete", "pin_only")) or (self.built == "pin_only" and not self.pins):
             raise ValueError(f"{self.id}: {self.built}, with pins {list(self.pins)} and measured={self.measured}")
-        named = {*self.field_names, *self.mirrors, *self.only_with_tp, *self.only_with_cp, *self.values}
+        named = {*self.field_names, *(self.fallback or ()), *self.mirrors, *self.only_with_tp, *self.only_with_cp, *self.values}
         strangers = named - {f.name for f in fields_of(self.spec)}
         if strangers:
             raise ValueError(f"{self.id}: {self.spec.__name__} has no field {sorted(strangers)}")

@@ -141,17 +141,23 @@ LOGPROB: Final[tuple[Axis, ...]] = (
             "transform_chain": ("logprob.transform_chain:transform_chain",),
             "active_mask": ("model.tokens:mask",),
         },
+        fallback=("requested_backend", "actual_backend", "fallback_reason"),
         values={"impl": ("mcore_unfused", "mcore_native_fused", "mcore_te_fused", "slime_vocab_parallel", "vllm_all_gather")},
         measure="every impl on one captured logits tensor against float64",
-        hint="open the same checkpoint on both sides, so that the vocabulary is the same, and score the same tokens",
+        hint=(
+            "open the same checkpoint on both sides, so that the vocabulary is the same, score the same tokens, and ask for what the side"
+            " really runs"
+        ),
         plants=(
             Plant(
                 id="fallback_reported_as_requested",
                 verdict="contract",
                 what="a side that fell back to another backend reports the one it was asked for",
+                built=True,
             ),
         ),
-        built="contract_only",
+        measured=True,
+        built="complete",
     ),
     Axis(
         id="logprob.vocab_padding",
@@ -185,7 +191,8 @@ LOGPROB: Final[tuple[Axis, ...]] = (
                 built=True,
             ),
         ),
-        built="contract_only",
+        measured=True,
+        built="complete",
     ),
     Axis(
         id="logprob.vocab_shards",
@@ -239,8 +246,9 @@ LOGPROB: Final[tuple[Axis, ...]] = (
         measure="repeat-run bitwise assertion under varied NCCL_ALGO and NCCL_PROTO, each in a fresh process",
         hint="merge the vocabulary shards by their global index, or fix NCCL_ALGO and NCCL_PROTO on both sides",
         zero={"tp_le_2": "at most two ranks: one addition, no order"},
-        plants=(Plant(id="merge_arrival_order", verdict="contract", what="the shards' partials are merged as they arrive"),),
-        built="contract_only",
+        plants=(Plant(id="merge_arrival_order", verdict="contract", what="the shards' partials are merged as they arrive", built=True),),
+        measured=True,
+        built="complete",
     ),
     Axis(
         id="logprob.precision",

@@ -29,6 +29,18 @@ def reported(scores: Mapping[str, torch.Tensor], sequences: Sequence[Tokens], pl
     return out
 
 
+def merged_as_they_arrive(parts_RTV: Sequence[torch.Tensor], turn: int) -> torch.Tensor:
+    """float32 [T]: log-sum-exp of rows whose shards are merged one after the other, in another order at every `turn`."""
+    order = [(turn + i) % len(parts_RTV) for i in range(len(parts_RTV))]
+    if turn % 2:
+        order.reverse()
+    lse_T = parts_RTV[order[0]].float().logsumexp(dim=-1)
+    for rank in order[1:]:
+        lse_T = torch.logaddexp(lse_T, parts_RTV[rank].float().logsumexp(dim=-1))
+    return lse_T
+
+
+SAYS_ARRIVAL: Final[Mapping[tuple[str, str], Any]] = {("logprob.merge_order", "merge_order"): "order of arrival"}
 SAYS_EOS: Final[Mapping[tuple[str, str], Any]] = {("logprob.selected_gather", "ignore_index"): "the end token, scored 0"}
 SAYS_OOV: Final[Mapping[tuple[str, str], Any]] = {("logprob.selected_gather", "ignore_index"): "ids outside the vocabulary, scored 0"}
 SAYS_SHIFT: Final[Mapping[tuple[str, str], Any]] = {("logprob.selected_gather", "shift_convention"): "logits[t] score token t"}

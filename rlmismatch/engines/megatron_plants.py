@@ -16,7 +16,7 @@ import torch
 from rlmismatch.contract import Reading, documented
 from rlmismatch.engines import megatron_plants_gradients as backward
 from rlmismatch.engines import megatron_plants_logprob as faults
-from rlmismatch.engines.logprob_plants import SAYS_EOS, SAYS_OOV, SAYS_SHIFT
+from rlmismatch.engines.logprob_plants import SAYS_ARRIVAL, SAYS_EOS, SAYS_OOV, SAYS_SHIFT
 from rlmismatch.engines.megatron_model import set_inv_freq
 from rlmismatch.engines.protocol import SideConfig
 from rlmismatch.errors import UsageError
@@ -301,6 +301,16 @@ PLANTS: Mapping[str, TrainerPlant] = {
         ),
     ),
     "dk_scaled": TrainerPlant(what="dK of every layer is 2 % too large", apply=_dk_scaled, with_cp=False),
+    "merge_arrival_order": TrainerPlant(
+        what="the ranks' parts of the denominator are merged as they arrive",
+        apply=lambda site: faults.merge_arrival_order(site.gpt, site.shard),
+        refuse=lambda config, model: "one rank has nothing to merge" if config.tp == 1 else None,
+        says=SAYS_ARRIVAL,
+    ),
+    "fallback_reported_as_requested": TrainerPlant(
+        what="another loss runs than the config says",
+        apply=lambda site: faults.fallback_reported_as_requested(site.gpt, site.shard),
+    ),
     "zero_grad_non_owner": TrainerPlant(
         what="ranks that do not own the target get no gradient",
         apply=lambda site: faults.zero_grad_non_owner(site.gpt, site.shard),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from rlmismatch.engines.logprob_plants import owner_twice
+from rlmismatch.engines.logprob_plants import merged_as_they_arrive, owner_twice
+from rlmismatch.engines.megatron_model import fused_loss
 from rlmismatch.pins.hooks import Patch
 from rlmismatch.pins.megatron_logprob import VocabShard
 
@@ -67,6 +69,37 @@ def zero_grad_non_owner(gpt: Any, shard: VocabShard) -> Sequence[Patch]:
         return loss
 
     return _on_loss(gpt, "zero_grad_non_owner", make)
+
+
+def merge_arrival_order(gpt: Any, shard: VocabShard) -> Sequence[Patch]:
+    """The ranks' parts of the denominator are merged in the order in which they come, which is another one at every call."""
+
+    def make(native: Loss) -> Loss:
+        turns = itertools.count()
+
+        def loss(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            own_SV = logits[:, 0].float()
+            parts = shard.tp.gathered(own_SV.detach())
+            parts[shard.tp.rank] = own_SV  # the one that a gradient can reach
+            target_S = torch.cat(parts, dim=-1).gather(1, labels[0][:, None])[:, 0]
+            return (merged_as_they_arrive(parts, next(turns)) - target_S)[None]
+
+        return loss
+
+    return _on_loss(gpt, "merge_arrival_order", make)
+
+
+def fallback_reported_as_requested(gpt: Any, shard: VocabShard) -> Sequence[Patch]:
+    """Another of Megatron's losses runs than its config says: the fused one for the unfused, the unfused one for any other."""
+
+    def make(native: Loss) -> Loss:
+        def loss(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            with fused_loss(gpt.config, "none" if gpt.config.cross_entropy_loss_fusion else "native"):
+                return native(labels, logits)
+
+        return loss
+
+    return _on_loss(gpt, "fallback_reported_as_requested", make)
 
 
 def head_row_off_by_one(gpt: Any, shard: VocabShard) -> Sequence[Patch]:

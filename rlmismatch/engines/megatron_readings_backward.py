@@ -9,6 +9,7 @@ import torch
 from rlmismatch.contract import Evidence, Reading, not_applicable, read, unknown
 from rlmismatch.engines import megatron_backward, megatron_trials
 from rlmismatch.engines.logprob_knobs import trial_targets
+from rlmismatch.engines.megatron_backward import pinned
 from rlmismatch.engines.megatron_evidence import Fields, fill
 from rlmismatch.engines.megatron_trials import LossBehaviour
 from rlmismatch.transforms import Chain, parse_texts
@@ -31,13 +32,16 @@ def logprob_backward(engine: MegatronEngine, forward: LossBehaviour) -> Fields:
     targets_T = trial_targets(logits_TV[:, : engine.shard.vocab_size], chain)
     weights_T = megatron_backward.row_weights(len(targets_T))
     logits_TV, targets_T, weights_T = (x.to(engine.device) for x in (logits_TV, targets_T, weights_T))
-    if megatron_backward.pinned(engine):
+    if pinned(engine):
         path, source = ["kernels.logprob_backward"], "trial: synthetic logits through our backward"
         counted = engine.shard.counted(engine.native_settings.padding)
         grad_TV = megatron_backward.pinned_grad(engine, logits_TV[:, :counted], targets_T, weights_T, chain)
     else:
         source = "trial: gradient of synthetic float32 logits through compute_language_model_loss"
-        grad_TV, path = _live_grad(engine, logits_TV, targets_T, weights_T)
+        live = _live_grad(engine, logits_TV, targets_T, weights_T)
+        if live is None:
+            return {**fill(unknown(f"{source}: the loss has none"), *_NAMES), "entropy_reduction": _entropy(engine, logits_TV)}
+        grad_TV, path = live
     return {
         **_formula(engine, forward, (logits_TV, targets_T, weights_T), grad_TV, source),
         "entropy_reduction": _entropy(engine, logits_TV),
@@ -45,21 +49,46 @@ def logprob_backward(engine: MegatronEngine, forward: LossBehaviour) -> Fields:
     }
 
 
+def loss_that_ran(engine: MegatronEngine, backward: Fields, claimed: str) -> Reading:
+    """The trainer's loss by the function that its gradient came through: what the config says is enabled need not be what ran.
+
+    claimed: what settings and config say, and all there is where no gradient of Megatron's own loss was taken.
+    """
+    path = backward["autograd_path"]
+    if path.evidence is not Evidence.READ or pinned(engine):
+        return read(claimed, "settings of the loss that is in force; config.cross_entropy_loss_fusion is read at every call")
+    names = [name for module, name in _LOSSES.items() if any(f.startswith(f"{module}.") for f in path.value)]
+    return read(names[0] if len(names) == 1 else f"another loss: {', '.join(path.value)}", path.source)
+
+
+# Where each of Megatron's losses has its autograd function -> its name.
+_LOSSES: Final = {
+    "megatron.core.tensor_parallel.cross_entropy": "mcore_unfused",
+    "megatron.core.fusions.fused_cross_entropy": "mcore_native_fused",
+    "transformer_engine": "mcore_te_fused",
+}
+
+
 def _live_grad(
     engine: MegatronEngine, logits_TV: torch.Tensor, targets_T: torch.Tensor, weights_T: torch.Tensor
-) -> tuple[torch.Tensor, list[str]]:
-    """(float32 [T, V of this rank] gradient of sum(w * logp) by the loss in force, its Python autograd functions, first to last)."""
+) -> tuple[torch.Tensor, list[str]] | None:
+    """(float32 [T, V of this rank] gradient of sum(w * logp) by the loss in force, its Python autograd functions, first to last).
+
+    None where the loss is cut off from the logits.
+    """
     shard = engine.shard
     leaf_T1V = logits_TV[:, None, shard.start : shard.start + shard.width].detach().clone().requires_grad_()
     with torch.enable_grad(), megatron_trials.native_arithmetic(engine):
         # The loss overwrites float32 logits, and a leaf must not be.
         loss_1T = engine.gpt.compute_language_model_loss(targets_T[None], leaf_T1V * 1.0)
+        if not loss_1T.requires_grad:
+            return None
         (grad_T1V,) = torch.autograd.grad(loss_1T, leaf_T1V, -weights_T[None], retain_graph=True)
     return grad_T1V[:, 0].float(), _functions(loss_1T)
 
 
 def _functions(loss: torch.Tensor) -> list[str]:
-    """Names of the autograd functions behind `loss` that are written in Python, forward order: the rest is plain torch."""
+    """Full names of the autograd functions behind `loss` that are written in Python, forward order: the rest is plain torch."""
     names: list[str] = []
     seen, left = set(), [loss.grad_fn]
     while left:
@@ -68,7 +97,8 @@ def _functions(loss: torch.Tensor) -> list[str]:
             continue
         seen.add(node)
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            names.insert(0, type(node).__name__.removesuffix("Backward"))
+            function = type(node)._forward_cls
+            names.insert(0, f"{function.__module__}.{function.__qualname__}")
         left += [parent for parent, _ in node.next_functions]
     return names or ["plain torch"]
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
+import torch
 import torch.distributed as dist
 
 from rlmismatch.contract import Reading, not_applicable, read, unknown
-from rlmismatch.engines import megatron_readings_backward, megatron_trials
+from rlmismatch.engines import megatron_trials
+from rlmismatch.engines.collective_order import order_of
 from rlmismatch.engines.logprob_knobs import COLLECTIVES, ORDERS, chain_fields
 from rlmismatch.engines.megatron_evidence import (
     Fields,
@@ -18,6 +20,7 @@ from rlmismatch.engines.megatron_evidence import (
     from_environment,
     gemm_library,
 )
+from rlmismatch.engines.megatron_readings_backward import logprob_backward, loss_that_ran
 from rlmismatch.pins.megatron_logprob import NATIVE_WAY, Fusion
 
 if TYPE_CHECKING:
@@ -37,13 +40,14 @@ _DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16"}
 def logprob_family(engine: MegatronEngine) -> dict[str, Fields]:
     """axis id -> field -> reading. Collective: runs short trials on all ranks."""
     loss = megatron_trials.loss(engine)
-    chain = loss.chain
+    chain, merge = loss.chain, _merge(engine)
+    backward = logprob_backward(engine, loss)
     return {
-        "logprob.provenance": _logprob_provenance(engine, chain),
+        "logprob.provenance": _logprob_provenance(engine, chain, backward),
         "logprob.vocab_padding": _vocab_padding(engine, loss.padding),
         "logprob.vocab_shards": _vocab_shards(engine, loss.columns),
-        "logprob.reduce": _logprob_reduce(engine, loss.offset),
-        "logprob.merge_order": _merge_order(engine),
+        "logprob.reduce": _logprob_reduce(engine, loss.offset, merge),
+        "logprob.merge_order": _merge_order(engine, merge),
         "logprob.precision": _logprob_precision(engine),
         "logprob.transform_chain": chain_fields(chain),
         "logprob.selected_gather": {
@@ -54,7 +58,7 @@ def logprob_family(engine: MegatronEngine) -> dict[str, Fields]:
         },
         "logprob.head_gemm": _head_gemm(engine),
         "logprob.fusion": _fusion(engine),
-        "logprob.backward": megatron_readings_backward.logprob_backward(engine, loss),
+        "logprob.backward": backward,
     }
 
 
@@ -77,12 +81,15 @@ def _fusion(engine: MegatronEngine) -> Fields:
     }
 
 
-def _logprob_provenance(engine: MegatronEngine, chain: Reading) -> Fields:
+def _logprob_provenance(engine: MegatronEngine, chain: Reading, backward: Fields) -> Fields:
     config = engine.gpt.config
     settings = engine.native_settings
     live: Fusion = config.cross_entropy_fusion_impl if config.cross_entropy_loss_fusion else "none"
     impl = _IMPLS[settings.fusion if settings.fusion in ("chunked_linear_ce", "slime_vocab_parallel") else live]
     asked = {k: v for k, v in engine.config.knobs.items() if k in ("logprob.trainer_impl", "logprob.fusion_impl")}
+    fusion = asked.get("logprob.fusion_impl")
+    requested = _IMPLS[cast(Fusion, fusion)] if fusion else asked.get("logprob.trainer_impl", "mcore_unfused")
+    ran = loss_that_ran(engine, backward, impl)
     refused = "; ".join(o["reason"] for k, o in engine.knob_outcomes.items() if k in asked and o["status"] != "applied")
     return {
         "vocab_size": _real_vocabulary(engine),
@@ -90,10 +97,10 @@ def _logprob_provenance(engine: MegatronEngine, chain: Reading) -> Fields:
         "model_dtype": read(dtype_of(*engine.gpt.parameters()), "dtype of every parameter"),
         "transform_chain": chain,
         "active_mask": read("response tokens", "slice of the loss that is kept"),
-        "impl": read(impl, "config.cross_entropy_loss_fusion, and the hook on the loss"),
+        "impl": ran,
         "version": read(core_version(), "megatron.core.__version__"),
-        "requested_backend": read(next(iter(asked.values()), "mcore_unfused"), "--trainer-impl, --fusion-impl"),
-        "actual_backend": read(impl, "config.cross_entropy_loss_fusion is read at every call"),
+        "requested_backend": read(requested, "--trainer-impl, --fusion-impl"),
+        "actual_backend": ran,
         "fallback_reason": read(refused, "outcome of the knob") if refused else not_applicable("what was asked for is in force"),
     }
 
@@ -121,30 +128,39 @@ def _vocab_shards(engine: MegatronEngine, columns: Reading) -> Fields:
     }
 
 
-def _logprob_reduce(engine: MegatronEngine, offset: Reading) -> Fields:
-    tp, way = engine.tp.size, engine.native_settings.way
-    none = not_applicable("TP1: nothing to reduce" if tp == 1 else "two ranks: one addition, no order")
-    order = unknown(f"{dist.get_backend(engine.tp.group)} does not report its order")
+def _merge(engine: MegatronEngine) -> Reading:
+    """In which order the ranks' partials become one: of the live collective, or of the loss of ours that is in force. Collective."""
+    tp, way = engine.tp, engine.native_settings.way
+    if tp.size <= 2:
+        return not_applicable("TP1: nothing to reduce" if tp.size == 1 else "two ranks: one addition, no order")
     if way.reduce in ORDERS:
-        order = read(ORDERS[way.reduce], "settings of the loss that is in force")
+        return read(ORDERS[way.reduce], "settings of the loss that is in force")
+
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x, group=tp.group)
+        return x
+
+    return order_of(all_reduce, tp, engine.device, f"{dist.get_backend(tp.group)}'s all_reduce of the tp group")
+
+
+def _logprob_reduce(engine: MegatronEngine, offset: Reading, merge: Reading) -> Fields:
+    tp, way = engine.tp.size, engine.native_settings.way
     return {
         # A denominator that is off by a constant is a sum with terms counted twice, whatever the order.
-        "order": read(f"log-sum-exp off by {offset.value:+.4f}", offset.source) if offset.value else none if tp <= 2 else order,
+        "order": read(f"log-sum-exp off by {offset.value:+.4f}", offset.source) if offset.value else merge,
         "acc_dtype": _by_way(engine, _DTYPES[way.accum], "tensor_parallel/cross_entropy.py: logits upcast first"),
         "collective": read("none" if tp == 1 else COLLECTIVES[way.reduce], "size of the live tensor-parallel group"),
         "engine": read(dist.get_backend(engine.tp.group), "torch.distributed.get_backend(tp group)"),
     }
 
 
-def _merge_order(engine: MegatronEngine) -> Fields:
-    tp, fixed = engine.tp.size, engine.native_settings.way.reduce != "allreduce_partials"
-    few = not_applicable("at most two shards: one addition, no order")
-    order = read("global_vocab_shard_index", "settings of the loss that is in force")
+def _merge_order(engine: MegatronEngine, merge: Reading) -> Fields:
+    fixed = engine.native_settings.way.reduce in ORDERS and engine.tp.size > 2
     return {
-        "merge_order": few if tp <= 2 else order if fixed else unknown(f"{dist.get_backend(engine.tp.group)} does not report its order"),
+        "merge_order": read("global_vocab_shard_index", merge.source) if fixed else merge,
         "nccl_algo": from_environment("NCCL_ALGO"),
         "nccl_proto": from_environment("NCCL_PROTO"),
-        "topology": read(f"{tp} ranks", "size of the live tensor-parallel group"),
+        "topology": read(f"{engine.tp.size} ranks", "size of the live tensor-parallel group"),
     }
 
 

@@ -14,7 +14,7 @@ import torch
 from rlmismatch.checkpoint import ModelConfig
 from rlmismatch.contract import Reading, documented
 from rlmismatch.engines import vllm_plants_logprob as faults
-from rlmismatch.engines.logprob_plants import SAYS_EOS, SAYS_OOV, SAYS_SHIFT
+from rlmismatch.engines.logprob_plants import SAYS_ARRIVAL, SAYS_EOS, SAYS_OOV, SAYS_SHIFT
 from rlmismatch.engines.protocol import SideConfig
 from rlmismatch.errors import UsageError
 from rlmismatch.pins.hooks import Patch
@@ -218,5 +218,14 @@ PLANTS: Final[Mapping[str, RolloutPlant]] = {
     "double_owner": RolloutPlant(what="two ranks supply the target's logit", apply=faults.double_owner),
     "oov_target": RolloutPlant(what="a target counts as outside the vocabulary and is reported as 0; the worker puts it in", says=SAYS_OOV),
     "eos_logprob_zero": RolloutPlant(what="the last token's log-prob is reported as 0; the worker puts it in", says=SAYS_EOS),
+    "merge_arrival_order": RolloutPlant(
+        what="the ranks' parts of the denominator are merged as they arrive",
+        apply=faults.merge_arrival_order,
+        refuse=lambda config, model: "one rank has nothing to merge" if config.tp == 1 else None,
+        says=SAYS_ARRIVAL,
+    ),
+    "fallback_reported_as_requested": RolloutPlant(
+        what="another log-softmax runs than the sampler's own", apply=faults.fallback_reported_as_requested
+    ),
     "head_row_off_by_one": RolloutPlant(what="the head reads the hidden state of the row before", apply=faults.head_row_off_by_one),
 }

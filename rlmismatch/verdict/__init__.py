@@ -162,17 +162,26 @@ def _fields(facts: Facts) -> Iterable[Reason]:
     """Every contract field that failed, and as warnings those that were waived by name. Gates speak for their own axis."""
     spoken = {r.axis for r in _gates(facts)}
     waived = {c.key for c in facts.comparisons if c.outcome is Outcome.WAIVED}
+    fallbacks = axes.unreported_fallbacks(*(_readings(facts.comparisons, side) for side in ("trainer", "rollout")))
     for c in _causal(facts.comparisons):
         axis = axes.by_id(c.axis)
         if c.outcome is Outcome.WAIVED and waived.isdisjoint(axis.mirrors.get(c.field, ())):
             yield Reason(kind="warning", text=f"{_says(c)}; waived by name", axis=c.axis, tier=c.tier.value)
         if c.fails is None or c.axis in spoken or (facts.failures and c.outcome is Outcome.UNKNOWN):
             continue
-        hint = axis.hint if c.outcome is Outcome.DIFFERS else _declare_hint([c])
+        fallback = fallbacks.get(c.key) if c.outcome is Outcome.CONTRADICTION else None
+        hint = axis.hint if c.outcome is Outcome.DIFFERS or fallback else _declare_hint([c])
         kind: Kind = "void" if c.fails is Tier.IDENTICAL else "contract"
-        yield Reason(kind=kind, text=_says(c), axis=c.axis, tier=c.tier.value, hint=hint)
+        yield Reason(kind=kind, text=fallback or _says(c), axis=c.axis, tier=c.tier.value, hint=hint)
     if not facts.comparisons and not facts.failures:
         yield Reason(kind="inconclusive", text="no contract field was compared")
+
+
+def _readings(comparisons: Iterable[FieldComparison], side: str) -> dict[str, dict[str, Reading]]:
+    out: dict[str, dict[str, Reading]] = {}
+    for c in comparisons:
+        out.setdefault(c.axis, {})[c.field] = c.trainer if side == "trainer" else c.rollout
+    return out
 
 
 def _causal(comparisons: Sequence[FieldComparison]) -> list[FieldComparison]:

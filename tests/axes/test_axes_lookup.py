@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import pytest
 
 from rlmismatch import axes, contract
 from rlmismatch.axes import Setup
-from rlmismatch.axes.base import ZERO_RULES, Axis
-from rlmismatch.contract import Outcome, not_applicable, read
+from rlmismatch.axes.base import ZERO_RULES, Axis, Plant
+from rlmismatch.contract import Outcome, Reading, not_applicable, read
 from rlmismatch.errors import EnvironmentUnfitError, UsageError
 from rlmismatch.exitcodes import ExitCode
 
@@ -53,19 +55,34 @@ def test_knobs_lead_to_their_axis() -> None:
     assert axes.axis_of_knob("seed") is None
 
 
-def test_plants() -> None:
+def test_plants(monkeypatch: pytest.MonkeyPatch) -> None:
     axis, plant = axes.plant("eps", "trainer")
     assert (axis.id, plant.verdict) == ("model.norm", "contract")
     with pytest.raises(UsageError) as unknown:
         axes.plant("epsi", "trainer")
     assert unknown.value.hint == "did you mean eps?"
-    with pytest.raises(EnvironmentUnfitError) as unbuilt:
-        axes.plant("merge_arrival_order", "rollout")
-    assert unbuilt.value.exit_code is ExitCode.ENVIRONMENT
     with pytest.raises(UsageError) as wrong:
         axes.plant("dropout_on", "rollout")
     assert wrong.value.slug == "plant-wrong-side"
     assert wrong.value.hint == "say --plant dropout_on@trainer"
+    listed = dataclasses.replace(axes.by_id("model.norm"), plants=(Plant(id="later", verdict="contract", what="not built"),))
+    monkeypatch.setattr(axes, "ALL", (*axes.ALL, listed))
+    with pytest.raises(EnvironmentUnfitError) as unbuilt:
+        axes.plant("later", "rollout")
+    assert unbuilt.value.exit_code is ExitCode.ENVIRONMENT
+
+
+def test_what_ran_instead_of_what_was_asked_for_needs_a_reason() -> None:
+    def side(asked: str, ran: str, reason: Reading) -> Mapping[str, Mapping[str, Reading]]:
+        fields = {"requested_backend": read(asked, "knob"), "actual_backend": read(ran, "trial"), "fallback_reason": reason}
+        return {"logprob.provenance": fields}
+
+    none = not_applicable("none reported")
+    assert axes.unreported_fallbacks(side("a", "a", none), side("b", "b", none)) == {}
+    assert axes.unreported_fallbacks(side("a", "b", read("b is not installed", "import")), {}) == {}
+    assert axes.unreported_fallbacks(side("a", "a", none), side("a", "b", none)) == {
+        "logprob.provenance:actual_backend": "the rollout was asked for a, ran b, and reported no fallback"
+    }
 
 
 def test_a_spec_field_that_does_not_exist_is_refused() -> None:

@@ -237,7 +237,7 @@ def test_the_backward_is_read_from_a_gradient_that_was_taken(runs: Mapping[str, 
             "dlogits": "softmax minus one-hot, float32",
             "entropy_reduction": "fixed_merge, after temperature",
             "grad_downcast_at": "final_write",
-            "autograd_path": ["_VocabParallelCrossEntropy"],
+            "autograd_path": ["megatron.core.tensor_parallel.cross_entropy._VocabParallelCrossEntropy"],
         }
 
 

@@ -29,6 +29,7 @@ class Case:
     ckpt: str = TINY
     options: tuple[str, ...] = MASK
     torchrun: int | None = None
+    at: str = ""  # the tier of the field, where the word does not tell it
 
     @property
     def id(self) -> str:
@@ -36,7 +37,7 @@ class Case:
 
     @property
     def tier(self) -> str:
-        return _TIERS[self.word]
+        return self.at or _TIERS[self.word]
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -412,6 +413,38 @@ CASES: Final[tuple[Case, ...]] = (
         word="DEFECT",
         axis="attention.backward",
         says="trainer dk of native, slope over the exact one, minus 1 is 0.02",
+    ),
+    Case(
+        plant="merge_arrival_order",
+        side="trainer",
+        word="CONTRACT",
+        axis="logprob.merge_order",
+        says="merge_order is order of arrival on the trainer",
+        options=(*MASK, *TP2),
+    ),
+    Case(
+        plant="merge_arrival_order",
+        side="rollout",
+        word="CONTRACT",
+        axis="logprob.merge_order",
+        says="and order of arrival on the rollout",
+        options=(*MASK, *TP2),
+    ),
+    Case(
+        plant="fallback_reported_as_requested",
+        side="trainer",
+        word="CONTRACT",
+        axis="logprob.provenance",
+        says="the trainer was asked for mcore_unfused, ran mcore_native_fused, and reported no fallback",
+        at="recorded",
+    ),
+    Case(
+        plant="fallback_reported_as_requested",
+        side="rollout",
+        word="CONTRACT",
+        axis="logprob.provenance",
+        says="the rollout was asked for raw_logprobs, ran another log-softmax than the sampler's, and reported no fallback",
+        at="recorded",
     ),
     Case(
         plant="zero_grad_non_owner",

@@ -56,6 +56,14 @@ def test_tiles_do_not_see_the_shards(trainer_tp: int, rollout_tp: int) -> None:
     assert tiled.value == 0.0
 
 
+def test_the_order_of_arrival_moves_bits_from_three_shards_on() -> None:
+    assert list(measures._merge_orders(captured(), 2)) == []
+    (row,) = measures._merge_orders(captured(), 4)
+    assert "4 shards in 24 orders" in row.what
+    assert row.value is not None
+    assert 0 < row.value < 3e-6
+
+
 def test_a_way_that_is_off_is_a_defect_of_reduce() -> None:
     good = captured()
     exact = good.logprob()
