@@ -17,6 +17,7 @@ BOUNDARY: Final = "boundary"
 ATTENTION: Final = "attention"  # every pin but attention: native attention on equal operands
 LOGITS: Final = "logits"  # every pin but the head's and the log-prob's: equal hidden rows, native from there
 GRADS: Final = "grads"  # the trainer's gradients, native and pinned
+GEMM: Final = "gemm"  # native, with every product and sum over ranks replayed on the operands that it had
 ORACLE: Final = "oracle"
 EAGER: Final = "native.eager"  # a rollout that runs compiled, loaded once more to run eagerly
 COMPILE: Final = "model.compile"
@@ -55,7 +56,11 @@ def compiled(settings: Settings) -> bool:
 
 
 def engine_knobs(settings: Settings, side: str) -> dict[str, str]:
-    """Knobs that the adapter of `side` sets as long as its engine lives: those that hold no pin."""
-    holding = {knob for knob, _ in BASE_PINS}
-    of_engines = ("logprob.", COMPILE, "gemm.dgrad_reduce", "gemm.wgrad_accumulate")
-    return {k: v for k, v in settings.knobs_of(side).items() if k.startswith(of_engines) and k not in holding}
+    """Knobs that the adapter of `side` sets as long as its engine lives: those of its families, but for what a pin holds on both sides."""
+    given = settings.knobs_of(side)
+    held = {k for k, v in given.items() if (k, str(v)) in BASE_PINS and settings.knobs.get(k) == v} | _PIN_OR_NATIVE
+    return {k: v for k, v in given.items() if k.startswith(("logprob.", "gemm.", COMPILE)) and k not in held}
+
+
+# Knobs whose only values are a pin and its absence.
+_PIN_OR_NATIVE: Final = frozenset({"gemm.kernel", "logprob.head_gemm_kernel"})

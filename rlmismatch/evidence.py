@@ -178,6 +178,20 @@ class Evidence:
             )
         return out
 
+    @functools.cached_property
+    def promised(self) -> dict[SideName, str]:
+        """Side -> where it promises batch invariance: that no row's bits depend on the other rows. Asked for by knob, or read back."""
+        out: dict[SideName, str] = {}
+        names: tuple[SideName, ...] = ("trainer", "rollout")
+        for name in names:
+            if self.settings.knobs_of(name).get("gemm.batch_invariant") == "on":
+                out[name] = "--batch-invariant on"
+            for c in self.comparisons:
+                reading = c.trainer if name == "trainer" else c.rollout
+                if c.field == "batch_invariant" and reading.value is True:
+                    out.setdefault(name, f"{c.key}, {reading.source}")
+        return out
+
     @property
     def base_pins(self) -> frozenset[str]:
         return base_pins(self.settings)

@@ -25,6 +25,7 @@ from rlmismatch.arms import (
     BOUNDARY,
     COMPILE,
     EAGER,
+    GEMM,
     GRADS,
     LOCAL,
     LOGITS,
@@ -41,6 +42,7 @@ from rlmismatch.arms import (
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.axes.base import Axis
 from rlmismatch.checkpoint.head import UnusedRows, unused_rows
+from rlmismatch.engines import gemm_knobs
 from rlmismatch.engines.fleet import Fleet
 from rlmismatch.engines.launch import Controller
 from rlmismatch.engines.logprob_knobs import CHAIN_KNOBS
@@ -137,14 +139,18 @@ class Run:
             **shared,
         )
         out = [
-            SideLaunch(config=trainer, python=s.trainer_python or sys.executable, env=parse_env(s.trainer_env, "--trainer-env")),
-            SideLaunch(config=rollout, python=s.rollout_python or sys.executable, env=parse_env(s.rollout_env, "--rollout-env")),
+            SideLaunch(config=trainer, python=s.trainer_python or sys.executable, env=self._environment(trainer, s.trainer_env)),
+            SideLaunch(config=rollout, python=s.rollout_python or sys.executable, env=self._environment(rollout, s.rollout_env)),
         ]
         if s.oracle != "off":
             transforms = {k: v for k, v in engine_knobs(s, "oracle").items() if k in CHAIN_KNOBS}
             judge = SideConfig(side="oracle", engine="oracle", dtype=s.dtype, oracle_dtype=s.oracle, knobs=transforms, **shared)
             out.append(SideLaunch(config=judge, python=s.trainer_python or sys.executable))
         return tuple(out)
+
+    def _environment(self, config: SideConfig, given: Seq[str]) -> dict[str, str]:
+        """What the side's knobs need in the environment, and over it what the person gave."""
+        return gemm_knobs.environment(config) | parse_env(given, f"--{config.side}-env")
 
     def _write_run(self, started: float, finished: float | None) -> None:
         config = self.inputs.checkpoint.config
@@ -235,6 +241,9 @@ class Run:
             probes.append(Arm(id=LOGITS, pins=every - {"head_gemm", "logprob"} | base, probe="logits", paths=("prefill",)))
         if s.command == "attention" or any(a.family == "attention" for p in planted for a in axes.axes_of_plant(p)):
             probes.append(Arm(id=ATTENTION, pins=every - {"attention"} | base, probe="attention", paths=("prefill",)))
+        gemm = s.command == "gemm" or any(a.family == "gemm" for p in planted for a in axes.axes_of_plant(p))
+        if (gemm or Evidence(self.folder).promised) and not compiled(s):  # compiled code calls no product by itself
+            probes.append(Arm(id=GEMM, pins=base, probe="gemm", paths=("prefill",)))
         if s.attribute:
             probes.append(Arm(id=BOUNDARY, pins=every, probe="boundary", paths=("prefill",)))
         arms = [Arm(id=name, pins=pins, paths=paths) for name, (pins, paths) in merged.items()]

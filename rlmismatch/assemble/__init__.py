@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from rlmismatch import attribution, axes, verdict
 from rlmismatch.arms import NATIVE
-from rlmismatch.assemble import attention_trainer, compilation, gradients, head, logprob, rows
+from rlmismatch.assemble import attention_trainer, compilation, gemm, gradients, head, logprob, rows
 from rlmismatch.assemble.defects import defects, over_limit
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.checkpoint import combine_digests
@@ -30,7 +30,7 @@ from rlmismatch.report.model import (
 from rlmismatch.settings import split_plant
 
 # What each family makes of its probes' captures.
-_MEASURES: Final = (gradients.measures, attention_trainer.measures, logprob.measures, compilation.measures)
+_MEASURES: Final = (gemm.measures, gradients.measures, attention_trainer.measures, logprob.measures, compilation.measures)
 _NAMES: Final[Mapping[str, str]] = {"megatron": "megatron-core", "vllm": "vllm", "oracle": "transformers"}
 
 
@@ -52,7 +52,10 @@ def report(folder: Path, *, budget: Sequence[str] = (), fail_on: str | None = No
     knobs = rows.knobs(evidence, book)
     gates = rows.gates(evidence)
     measured = () if void else (*head.measures(evidence), *(row for family in _MEASURES for row in family(evidence, book)))
-    found: tuple[verdict.Defect, ...] = () if void else (*defects(evidence, book), *over_limit(measured))
+    # An all-reduce that is wrong is the cause of every wrong sum and product behind it.
+    summed = over_limit(m for m in measured if m.axis == gemm.BACKEND)
+    other = over_limit(m for m in measured if m.axis != gemm.BACKEND)
+    found: tuple[verdict.Defect, ...] = () if void else (*summed, *defects(evidence, book), *other)
     plants = _plants(evidence)
     aligned = None if void else book.ratio("trainer/prefill")
     hints = (
@@ -69,6 +72,7 @@ def report(folder: Path, *, budget: Sequence[str] = (), fail_on: str | None = No
             budget=lines,
             drift=None if void else book.drift("trainer/prefill"),
             defects=found,
+            promises=() if void else gemm.broken_promises(evidence, book),
             signatures=hints,
             plants=plants,
             fail_on=evidence.settings.fail_on,
@@ -84,6 +88,8 @@ def report(folder: Path, *, budget: Sequence[str] = (), fail_on: str | None = No
         axes=rows.axis_rows(evidence, book, wanted, measured, void=void),
         measures=measured,
         gradients=None if void else gradients.info(evidence, book),
+        replay=() if void else gemm.replay(book),
+        collectives=() if void else gemm.collectives(book),
         ratios=(*ratios, *_oracle_ratios(errors, evidence, book, void=void)),
         floors=floors,
         oracle=tuple(_oracle_row(side, error) for side, error in errors.items()),

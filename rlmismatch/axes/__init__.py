@@ -135,8 +135,14 @@ def field_by_key(key: str) -> tuple[Axis, FieldSpec]:
 
 
 def axis_of_knob(knob: str) -> Axis | None:
-    """The axis that a knob belongs to; None for a setting that is no axis' knob."""
-    return next((a for a in ALL if knob in a.knobs), None)
+    """The axis that a knob belongs to; None for a setting that is no axis' knob.
+
+    The table names some knobs after the side that has them (``training.deterministic_mode``), the command line after its family.
+    """
+    own, _, name = knob.partition(".")
+    named = [(a, k.partition(".")) for a in ALL for k in a.knobs]
+    exact = next((a for a, (prefix, _, rest) in named if (prefix, rest) == (own, name)), None)
+    return exact or next((a for a, (_, _, rest) in named if rest == name and a.family == own), None)
 
 
 def axes_of_plant(plant_id: str) -> tuple[Axis, ...]:

@@ -93,11 +93,16 @@ GEMM: Final[tuple[Axis, ...]] = (
             " --waive gemm.runtime_flags:FIELD"
         ),
         plants=(
-            Plant(id="tf32_one_sided", verdict="contract", what="float32 products use TF32 on one side only"),
-            Plant(id="compute_dtype_one_sided", verdict="contract", what="one side computes in another dtype than it was asked to"),
-            Plant(id="autocast_head_one_sided", verdict="contract", what="one side's head and log-softmax run under bf16 autocast"),
+            Plant(id="tf32_one_sided", verdict="contract", what="float32 products use TF32 on one side only", built=True),
+            Plant(
+                id="compute_dtype_one_sided", verdict="contract", what="one side computes in another dtype than it was asked to", built=True
+            ),
+            Plant(
+                id="autocast_head_one_sided", verdict="contract", what="one side's head and log-softmax run under bf16 autocast", built=True
+            ),
         ),
-        built="contract_only",
+        measured=True,
+        built="complete",
     ),
     Axis(
         id="gemm.kernel",
@@ -129,6 +134,7 @@ GEMM: Final[tuple[Axis, ...]] = (
                 id="batch_invariance_claimed_but_broken",
                 verdict="contract",
                 what="a side that claims batch invariance gives a row other bits in a larger batch",
+                built=True,
             ),
         ),
         built="complete",
@@ -195,7 +201,8 @@ GEMM: Final[tuple[Axis, ...]] = (
                 built=True,
             ),
         ),
-        built="pin_only",
+        measured=True,
+        built="complete",
     ),
     Axis(
         id="gemm.wgrad_accumulate",
@@ -230,9 +237,15 @@ GEMM: Final[tuple[Axis, ...]] = (
         zero={"rollout_tp1": "rollout TP1: nothing is summed over ranks"},
         plants=(
             Plant(
-                id="all_reduce_wrong_data", verdict="defect", what="one rank's contribution is lost in the all-reduce", sides=("rollout",)
+                id="all_reduce_wrong_data",
+                verdict="defect",
+                what="one rank's contribution is lost in the all-reduce",
+                sides=("rollout",),
+                built=True,
             ),
         ),
         side="rollout",
+        measured=True,
+        built="complete",
     ),
 )

@@ -255,6 +255,7 @@ LOGPROB: Final[tuple[Axis, ...]] = (
         family="logprob",
         asks="Position of the fp32 upcast, output dtype of the head GEMM, or downcast of the partial?",
         spec=LogProbPrecisionSpec,
+        mirrors={"head_dtype": ("gemm.runtime_flags:compute_dtype",)},  # a head that casts its operands
         only_with_tp=("transport_dtype",),
         knobs={
             "logprob.head_dtype": ("bf16", "fp32"),

@@ -184,8 +184,8 @@ class Knob:
     option: str
     values: str | type[int] | type[float] | type[str]
     help: str
-    # each: both sides, or one alone. both: never one alone. trainer: the rollout has nothing of the kind, and is not asked.
-    side: Literal["each", "both", "trainer"] = "each"
+    # each: both sides, or one alone. both: never one alone. trainer, rollout: the other has nothing of the kind, and is not asked.
+    side: Literal["each", "both", "trainer", "rollout"] = "each"
 
     @property
     def name(self) -> str:
@@ -212,9 +212,66 @@ def knob_options(family: str, knobs: Sequence[Knob]) -> Callable[[Callable[..., 
 def split_knobs(family: str, knobs: Sequence[Knob], given: Mapping[str, Any]) -> tuple[dict[str, str | None], dict[str, Any]]:
     """(knob id -> value, the options that are no knobs). A side's own knob is ``trainer.FAMILY.NAME``."""
     ids = {f"{side}_knob_{k.name}": f"{side}.{family}.{k.name}" for k in knobs for side in ("trainer", "rollout")}
-    ids |= {f"knob_{k.name}": f"trainer.{family}.{k.name}" if k.side == "trainer" else f"{family}.{k.name}" for k in knobs}
+    ids |= {f"knob_{k.name}": f"{k.side}.{family}.{k.name}" if k.side in ("trainer", "rollout") else f"{family}.{k.name}" for k in knobs}
     values = {ids[name]: None if value is None else str(value) for name, value in given.items() if name in ids}
     return values, {name: value for name, value in given.items() if name not in ids}
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherName:
+    """A family's own name for shared options. names: side ("" for both) -> those options. values: its words -> theirs; None: a count."""
+
+    option: str
+    names: Mapping[str, tuple[str, ...]]
+    values: Mapping[str, Any] | None
+
+    def key(self, side: str) -> str:
+        return "_".join(filter(None, ("other", side, self.option.removeprefix("--").replace("-", "_"))))
+
+    def spelled(self, side: str) -> str:
+        return f"--{side}.{self.option.removeprefix('--')}" if side else self.option
+
+
+def other_names(names: Sequence[OtherName]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a command with the options of `names`; those of one side are hidden, as a knob's are."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for other in reversed(names):
+            kind = click.IntRange(1) if other.values is None else click.Choice(list(other.values))
+            for side in reversed(list(other.names)):
+                shared = " and ".join(f"--{name.replace('_', '-')}" for name in other.names[side])
+                decorator = click.option(
+                    other.spelled(side), other.key(side), type=kind, hidden=bool(side), help=f"Another name: {shared}."
+                )
+                function = decorator(function)
+        return function
+
+    return decorate
+
+
+def by_shared_names(ctx: click.Context, names: Sequence[OtherName], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` with every other name as the shared option it stands for. Raises UsageError where both were given and differ."""
+    from rlmismatch.errors import UsageError
+
+    out = dict(given)
+    default = click.core.ParameterSource.DEFAULT
+    said = {name: f"--{name.replace('_', '-')}" for name in given if ctx.get_parameter_source(name) is not default}
+    # What speaks of one side comes after what speaks of both, and may differ from it.
+    for other in names:
+        for side in other.names:
+            value = out.pop(other.key(side))
+            if value is None:
+                continue
+            value = value if other.values is None else other.values[value]
+            for shared in other.names[side]:
+                if shared in said and out[shared] != value and not (side and said[shared] == other.option):
+                    raise UsageError(
+                        "option-conflict",
+                        f"{other.spelled(side)} and {said[shared]} are one setting, and were given two values",
+                        hint="give one of them",
+                    )
+                out[shared], said[shared] = value, other.spelled(side)
+    return out
 
 
 # Knobs that a plant has to have something to break, and the value they get where none was given.

@@ -17,10 +17,13 @@ import torch
 from rlmismatch.checkpoint import Checkpoint, digest
 from rlmismatch.contract import Reading
 from rlmismatch.engines import (
+    gemm_flags,
+    gemm_knobs,
     gradient_knobs,
     logprob_knobs,
     megatron_attention,
     megatron_cp,
+    megatron_gemm_probe,
     megatron_gradients,
     megatron_knobs,
     megatron_model,
@@ -28,6 +31,7 @@ from rlmismatch.engines import (
     megatron_probe,
     megatron_provenance,
     megatron_readings,
+    megatron_sums,
     megatron_weights,
     megatron_wgrad,
 )
@@ -36,7 +40,7 @@ from rlmismatch.engines.protocol import Arm, ArmResult, SideConfig
 from rlmismatch.errors import UsageError
 from rlmismatch.pins.collectives import TpGroup
 from rlmismatch.pins.context_parallel import ContextParallel
-from rlmismatch.pins.hooks import OpSwitch, Recorder, installed
+from rlmismatch.pins.hooks import OpSwitch, Recorder, hook_probe, installed
 from rlmismatch.pins.megatron import TrainerOps
 from rlmismatch.pins.megatron_logprob import HeadSettings, LossSettings, VocabShard
 from rlmismatch.pins.megatron_shape import TrainerShape
@@ -79,11 +83,14 @@ class MegatronEngine:
         # Which tokens this rank is handed, and which ones rotary embedding and attention take them for: one thing, but for a plant.
         declared = ContextParallel(ranks=_ranks(parallel_state.get_context_parallel_group()), partition=config.cp_partition)
         self.cp = megatron_plants.held_tokens(declared, self.plants)
+        self._standing.enter_context(megatron_model.official_modes(config))
         self.gpt = megatron_model.build_model(config, self.model, declared)
         self._standing.enter_context(installed(megatron_cp.rope_patches(config, declared)))
         self._standing.callback(megatron_model.clear_rope_cache, self.gpt)
         megatron_weights.load(self.gpt, checkpoint, tp=self.tp, te=config.trainer_spec == "te", dtype=config.dtype)
         self.shard = VocabShard(tp=self.tp, vocab_size=self.model.vocab_size, padded_vocab_size=self.gpt.vocab_size)
+        self._standing.enter_context(gemm_flags.in_force(config))
+        self._standing.enter_context(installed(megatron_sums.replacements(config, self.tp)))
         site = megatron_plants.Site(gpt=self.gpt, config=config, model=self.model, shard=self.shard)
         for plant in self.plants.values():  # one by one: two faults may sit in one place
             self._standing.enter_context(installed(plant.apply(site)))
@@ -120,15 +127,21 @@ class MegatronEngine:
         settings = self._planted(knobs.loss)
         if arm.probe == "grads":
             return megatron_gradients.run(self, arm, sequences)
-        switch = OpSwitch(active=arm.pins, probe=arm.probe if arm.probe in ("local", "boundary") else "none", recorder=Recorder())
-        result = ArmResult(arm=arm, knobs=logprob_knobs.under_pin(knobs.outcomes, arm.pins))
+        switch = OpSwitch(active=arm.pins, probe=hook_probe(arm.probe), recorder=Recorder())
+        outcomes = logprob_knobs.under_pin(knobs.outcomes | self._gemm_outcomes(knobs), arm.pins)
+        result = ArmResult(arm=arm, knobs=gemm_knobs.under_pin(outcomes, arm.pins))
         scores: dict[str, torch.Tensor] = {}
         watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if arm.probe in ("logits", "attention"):
             watch = megatron_probe.watching_head(self) if arm.probe == "logits" else megatron_attention.watching(self)
-        with installed(self.ops.patches(switch, settings)) as counter, watch as seen:
+        products = megatron_gemm_probe.watching(self) if arm.probe == "gemm" else contextlib.nullcontext()
+        with installed(self.ops.patches(switch, settings)) as counter, watch as seen, products as operands:
             for sequence in sequences[:1] if arm.probe == "boundary" else sequences:
                 scores[sequence.id] = self._score(sequence)
+            alone: dict[str, torch.Tensor] = {}
+            if operands is not None:
+                operands.enough = True
+                alone = megatron_gemm_probe.alone(self, sequences)
         result.scores = dict.fromkeys(arm.paths, scores)
         result.calls = {pin: switch.calls[pin] for pin in sorted(arm.pins)}
         if self.config.cp > 1 and self.config.trainer_spec == "local":
@@ -142,6 +155,9 @@ class MegatronEngine:
             result.boundaries = megatron_probe.probe(self, seen, scores, sequences)
         if arm.probe == "attention":
             result.boundaries = megatron_attention.probe(self, seen)
+        if operands is not None:
+            interpreted = self.config.device == "cpu" and self.config.impl == "triton"
+            result.boundaries = alone | megatron_gemm_probe.replay(self, operands, sequences, interpreted=interpreted)
         result.seconds = time.perf_counter() - started
         return result
 
@@ -245,6 +261,18 @@ class MegatronEngine:
         )
         backward = gradient_knobs.outcomes(self.config.knobs, tp=self.tp.size, fused=megatron_wgrad.available(self.device))
         return dataclasses.replace(knobs, outcomes=knobs.outcomes | backward)
+
+    def _gemm_outcomes(self, knobs: TrainerKnobs) -> dict[str, logprob_knobs.Outcome]:
+        """What became of the GEMM family's forward knobs. knobs: those that are resolved elsewhere."""
+        config, live = self.config, self.gpt.config
+        refused = "" if config.trainer_spec == "te" else "Megatron's batch-invariant kernels stand in for Transformer Engine's"
+        known = (
+            gemm_knobs.flag_outcomes(config)
+            | gemm_knobs.mode_outcome(config, "deterministic_mode", live=bool(live.deterministic_mode))
+            | gemm_knobs.mode_outcome(config, "batch_invariant", live=bool(live.batch_invariant_mode), refused=refused)
+            | gemm_knobs.sum_outcome(config, tp=self.tp.size, refused=megatron_sums.refused(config))
+        )
+        return known | gemm_knobs.not_for(config, knobs.outcomes | known, "trainer")
 
     def _check(self, arm: Arm, sequences: Seq[Sequence]) -> None:
         if set(arm.paths) - {"forward"}:

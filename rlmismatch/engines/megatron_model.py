@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from rlmismatch.engines import megatron_cp
+from rlmismatch.engines.gemm_flags import asked_flag
 from rlmismatch.engines.protocol import SideConfig
 from rlmismatch.errors import EnvironmentUnfitError
 from rlmismatch.pins.context_parallel import ContextParallel
@@ -151,7 +152,34 @@ def causal_mask(length: int, device: torch.device) -> torch.Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).triu(1)[None, None]
 
 
+def batch_invariant(config: SideConfig) -> bool:
+    """Whether Megatron's batch-invariant mode is asked for where it can be had: its kernels stand in for Transformer Engine's."""
+    return asked_flag(config, "batch_invariant") is True and config.trainer_spec == "te"
+
+
+@contextlib.contextmanager
+def official_modes(config: SideConfig) -> Iterator[None]:
+    """What Megatron's own trainer turns on beside its config for the deterministic and the batch-invariant mode, while it is open."""
+    before = torch.are_deterministic_algorithms_enabled()
+    if asked_flag(config, "deterministic_mode"):
+        torch.use_deterministic_algorithms(True)
+    try:
+        if not batch_invariant(config):
+            yield
+            return
+        from megatron.core.transformer.custom_layers import batch_invariant_kernels
+
+        batch_invariant_kernels.enable_batch_invariant_mode()
+        try:
+            yield
+        finally:
+            batch_invariant_kernels.disable_batch_invariant_mode()
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 def _transformer_config(config: SideConfig, model: ModelConfig) -> Any:
+    from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     dtype = getattr(torch, config.dtype)
@@ -181,6 +209,8 @@ def _transformer_config(config: SideConfig, model: ModelConfig) -> Any:
             pipeline_dtype=dtype,
             bf16=dtype is torch.bfloat16,
             fp16=dtype is torch.float16,
+            deterministic_mode=bool(asked_flag(config, "deterministic_mode")),
+            **({"batch_invariant_mode": True, "attention_backend": AttnBackend.flash} if batch_invariant(config) else {}),
             use_cpu_initialization=config.device == "cpu",
             perform_initialization=False,
             # Each of these needs Apex or Megatron's own CUDA extensions, and falls back per shape, silently, without them.

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlmismatch.contract import Reading, documented
+from rlmismatch.engines import megatron_plants_gemm as gemm_plants
 from rlmismatch.engines import megatron_plants_gradients as backward
 from rlmismatch.engines import megatron_plants_logprob as faults
+from rlmismatch.engines.gemm_faults import SAYS_INVARIANT, other_dtype
 from rlmismatch.engines.logprob_plants import SAYS_ARRIVAL, SAYS_EOS, SAYS_OOV, SAYS_SHIFT
 from rlmismatch.engines.megatron_model import set_inv_freq
 from rlmismatch.engines.protocol import SideConfig
@@ -310,6 +312,23 @@ PLANTS: Mapping[str, TrainerPlant] = {
     "fallback_reported_as_requested": TrainerPlant(
         what="another loss runs than the config says",
         apply=lambda site: faults.fallback_reported_as_requested(site.gpt, site.shard),
+    ),
+    "tf32_one_sided": TrainerPlant(what="float32 products may use TF32", apply=lambda site: gemm_plants.tf32()),
+    "compute_dtype_one_sided": TrainerPlant(
+        what="the layers' products run in another 16-bit dtype than the model's",
+        apply=lambda site: gemm_plants.compute_dtype(site.gpt, other_dtype(site.config.dtype)),
+        specs=("local",),
+    ),
+    "autocast_head_one_sided": TrainerPlant(
+        what="the head and the log-softmax run under bfloat16 autocast",
+        apply=lambda site: gemm_plants.autocast_head(site.gpt, site.config.device),
+        refuse=lambda config, model: None if config.dtype == "float32" else "its head computes in 16 bits anyway",
+    ),
+    "batch_invariance_claimed_but_broken": TrainerPlant(
+        what="layer 0's gate_up adds two rounded halves of K when it has more than one row, and the side promises batch invariance",
+        apply=lambda site: gemm_plants.depends_on_rows(site.gpt),
+        says=SAYS_INVARIANT,
+        specs=("local",),
     ),
     "zero_grad_non_owner": TrainerPlant(
         what="ranks that do not own the target get no gradient",

@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 
 from rlmismatch.contract import not_applicable, read, unknown
-from rlmismatch.engines import gradient_trials, megatron_attention, megatron_cp, megatron_plants, megatron_trials
+from rlmismatch.engines import gradient_trials, megatron_attention, megatron_cp, megatron_plants, megatron_readings_gemm, megatron_trials
 from rlmismatch.engines.megatron_evidence import (
     Fields,
     by_table,
     dtype_of,
     fill,
-    from_environment,
     gemm_library,
     one_value,
 )
@@ -33,10 +32,10 @@ if TYPE_CHECKING:
 def read_all(engine: MegatronEngine) -> dict[str, Fields]:
     """axis id -> field -> reading. Collective: three short trials run on all ranks."""
     return {
-        "gemm.runtime_flags": _runtime_flags(engine),
+        "gemm.runtime_flags": megatron_readings_gemm.runtime_flags(engine),
         "gemm.kernel": _gemm_kernel(engine),
         "gemm.dgrad_reduce": gradient_trials.dgrad_reduce(engine),
-        "gemm.forward_reduce": _forward_reduce(engine),
+        "gemm.forward_reduce": megatron_readings_gemm.replaced_sum(engine, _forward_reduce(engine)),
         "gemm.wgrad_accumulate": gradient_trials.wgrad_accumulate(engine),
         **attention_readings(engine),
         "attention.merge_order": megatron_cp.merge_readings(engine),
@@ -62,32 +61,6 @@ def read_all(engine: MegatronEngine) -> dict[str, Fields]:
             "capture_sizes": read([], "config.cuda_graph_impl"),
             "padded_rows": read(0, "config.cuda_graph_impl"),
         },
-    }
-
-
-def _runtime_flags(engine: MegatronEngine) -> Fields:
-    config, matmul = engine.gpt.config, torch.backends.cuda.matmul
-    on_gpu = engine.device.type == "cuda"
-    no_gpu = not_applicable("no cuBLAS on CPU")
-    return {
-        "compute_dtype": read(dtype_of(*engine.gpt.parameters()), "dtype of every parameter"),
-        "tensor_parallel_size": read(engine.tp.size, "size of the live tensor-parallel group"),
-        "sequence_parallel": read(
-            bool(engine.gpt.decoder.layers[0].self_attention.linear_qkv.sequence_parallel), "linear_qkv.sequence_parallel"
-        ),
-        "tf32": read(matmul.allow_tf32, "torch.backends.cuda.matmul.allow_tf32") if on_gpu else no_gpu,
-        "bf16_reduced_precision_reduction": (
-            read(bool(matmul.allow_bf16_reduced_precision_reduction), "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction")
-            if on_gpu
-            else no_gpu
-        ),
-        "deterministic_mode": read(bool(config.deterministic_mode), "config.deterministic_mode"),
-        "batch_invariant": read(bool(config.batch_invariant_mode), "config.batch_invariant_mode"),
-        "cublas_workspace": from_environment("CUBLAS_WORKSPACE_CONFIG"),
-        "nccl_algo": from_environment("NCCL_ALGO"),
-        "nccl_proto": from_environment("NCCL_PROTO"),
-        "cudnn_deterministic": read(torch.backends.cudnn.deterministic, "torch.backends.cudnn.deterministic"),
-        "float32_matmul_precision": read(torch.get_float32_matmul_precision(), "torch.get_float32_matmul_precision()"),
     }
 
 

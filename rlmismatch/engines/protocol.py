@@ -85,6 +85,7 @@ class Arm:
     through the native op, the pin and float64; ``boundary`` (all pins on, one sequence) also runs the native op on the same, equal
     inputs and keeps its output; ``logits`` keeps scored rows of the head, and what the side's own log-softmax makes of them
     (engines/logprob_probe.py); ``attention`` keeps attention's operands and output of one sequence (engines/attention_capture.py);
+    ``gemm`` replays products and sums over ranks on the operands of the scored rows (engines/gemm_probe.py);
     ``grads`` takes the trainer's gradients (engines/megatron_gradients.py).
     settings: knob values for this arm only, e.g. ``{"logprob.reduce": "allgather_logits"}``.
     """
@@ -92,7 +93,7 @@ class Arm:
     id: str
     pins: frozenset[str] = frozenset()
     paths: tuple[ScorePath, ...] = ()
-    probe: Literal["none", "local", "boundary", "logits", "attention", "grads"] = "none"
+    probe: Literal["none", "local", "boundary", "logits", "attention", "gemm", "grads"] = "none"
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -113,7 +114,7 @@ class ArmResult:
     # pin id -> how often its replacement ran, summed over hooks; a requested pin with 0 calls is an error, not a pass
     calls: dict[str, int] = field(default_factory=dict)
     local: list[LocalError] = field(default_factory=list)
-    # boundary name -> native output on pinned (equal) inputs, canonical global layout; or the tensors of ``logits``, ``attention``
+    # boundary name -> native output on pinned (equal) inputs, canonical global layout; or the tensors of a probe
     boundaries: dict[str, torch.Tensor] = field(default_factory=dict)
     # knob -> {"requested":, "actual":, "status": applied|fell_back|unsupported|unobservable, "reason":}
     knobs: dict[str, dict[str, Any]] = field(default_factory=dict)

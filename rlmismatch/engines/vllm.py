@@ -11,6 +11,7 @@ import os
 import platform
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, get_args
@@ -21,24 +22,29 @@ import torch.distributed as dist
 from rlmismatch.checkpoint import Checkpoint
 from rlmismatch.contract import Reading
 from rlmismatch.engines import (
+    gemm_flags,
+    gemm_knobs,
     logprob_knobs,
     vllm_attention_capture,
     vllm_compile,
+    vllm_gemm_probe,
     vllm_knobs,
     vllm_plants,
     vllm_probe,
     vllm_provenance,
     vllm_readings,
+    vllm_sums,
     vllm_transforms,
     vllm_weights,
 )
+from rlmismatch.engines.gemm_probe import Seen
 from rlmismatch.engines.protocol import Arm, ArmResult, SideConfig
-from rlmismatch.engines.vllm_collectives import AllReduceLog
+from rlmismatch.engines.vllm_collectives import CollectiveLog
 from rlmismatch.engines.vllm_scoring import RolloutPath, Scorer, tokenised
 from rlmismatch.engines.vllm_site import Site
 from rlmismatch.errors import EnvironmentUnfitError, UsageError
 from rlmismatch.pins.collectives import TpGroup
-from rlmismatch.pins.hooks import OpSwitch, Recorder, installed
+from rlmismatch.pins.hooks import OpSwitch, Recorder, hook_probe, installed
 from rlmismatch.pins.spec import PINS
 from rlmismatch.pins.vllm import VllmPins
 from rlmismatch.pins.vllm_live import LiveModel
@@ -67,7 +73,9 @@ class VllmEngine:
         model.check_fits(config.tp, side="rollout")
         self._plants = vllm_plants.chosen(config, model)
         self._set_environment()
-        with _own_shared_memory_name():
+        # Ranks that do not share a name have no shared memory in common: vLLM then sums by gloo.
+        apart = gemm_knobs.all_reduce_backend(config) == "gloo" and config.device == "cpu"
+        with _own_shared_memory_name(f"-{self._rank}" if apart else ""):
             self._llm = self._start()
         self._worker = self._llm.llm_engine.model_executor.driver_worker.worker
         runner = self._worker.model_runner
@@ -94,8 +102,12 @@ class VllmEngine:
         self._host_group = group.cpu_group if group.world_size > 1 else None
         self._scorer = Scorer(llm=self._llm, runner=runner, chunk_size=config.chunk_size)
         self._stack.enter_context(vllm_transforms.in_force(self._live, config))
-        self._all_reduces = AllReduceLog(group.device_communicator)
-        self._stack.enter_context(installed(self._all_reduces.patches()))
+        self._stack.enter_context(gemm_flags.in_force(config))
+        self._collectives = CollectiveLog(group.device_communicator)
+        # What replaces the engine's sum goes in first, then what counts, so that a replacement is counted too.
+        sums = vllm_sums.replacements(config, self._live.tp, group.device_communicator, self._collectives)
+        for patches in (sums, self._collectives.patches(runner)):
+            self._stack.enter_context(installed(patches))
         for plant in self._plants.values():
             self._stack.enter_context(installed(plant.apply(self._live, config)))
 
@@ -127,18 +139,26 @@ class VllmEngine:
             raise UsageError("probe-unknown", "the rollout has no backward", where=f"arm {arm.id}")
         boundary = arm.probe == "boundary"
         recorder = Recorder()
-        switch = OpSwitch(active=arm.pins, probe=arm.probe if arm.probe in ("local", "boundary") else "none", recorder=recorder)
+        switch = OpSwitch(active=arm.pins, probe=hook_probe(arm.probe), recorder=recorder)
         knobs = vllm_knobs.resolve(self.config, arm.settings, self._live)
         pins = VllmPins(self._live, impl=self.config.impl, switch=switch, way=knobs.way)
-        result = ArmResult(arm=arm, knobs=logprob_knobs.under_pin(knobs.outcomes, arm.pins))
+        result = ArmResult(arm=arm)
+        began = (Counter(self._collectives.calls), Counter(self._collectives.steps))
         calls = vllm_compile.PathCalls(switch.calls)
         watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if arm.probe in ("logits", "attention"):
             watch = (vllm_probe.watching_head if arm.probe == "logits" else vllm_attention_capture.watching)(self._live)
-        with installed(pins.patches()) as counter, watch as seen:
+        products = vllm_gemm_probe.watching(self._live) if arm.probe == "gemm" else contextlib.nullcontext()
+        with installed(pins.patches()) as counter, watch as seen, products as operands:
             for path in ("prefill",) if boundary else arm.paths:
                 with calls.of(path):
                     result.scores[path] = self._scorer.score(path, sequences[:1] if boundary else sequences)  # type: ignore[arg-type]
+            stepped: dict[str, torch.Tensor] = {}
+            if operands is not None:
+                operands.enough = True
+                stepped = vllm_gemm_probe.steps(sequences, scorer=self._scorer, log=self._collectives, began=began)
+        outcomes = knobs.outcomes | self._gemm_outcomes(self._collectives.all_reduces(began[0]))
+        result.knobs = gemm_knobs.under_pin(logprob_knobs.under_pin(outcomes, arm.pins), arm.pins)
         result.calls = {pin: calls.total(pin) for pin in sorted(arm.pins)}
         result.local = recorder.local_errors(self._host_group) if arm.probe == "local" else []
         result.boundaries = pins.boundaries(self._host_group) if boundary else {}
@@ -146,6 +166,8 @@ class VllmEngine:
             result.boundaries = vllm_attention_capture.probe(self._live, seen)
         if arm.probe == "logits":
             result.boundaries = vllm_probe.probe(self._live, seen, result.scores["prefill"], sequences, self.config.impl)
+        if operands is not None:
+            result.boundaries = stepped | self._gemm_replay(operands, sequences)
         silent = counter.silent()
         if silent:
             result.notes.append(f"{len(silent)} hooks never ran: {', '.join(silent[:5])}")
@@ -155,6 +177,29 @@ class VllmEngine:
     def close(self) -> None:
         self._stack.close()
         self._llm.llm_engine.engine_core.shutdown()
+
+    def _gemm_replay(self, operands: Seen, sequences: Seq[Sequence]) -> dict[str, torch.Tensor]:
+        return vllm_gemm_probe.replay(
+            self._live,
+            operands,
+            sequences,
+            log=self._collectives,
+            communicator=self._tp_group().device_communicator,
+            impl=self.config.impl,
+            interpreted=self.config.device == "cpu" and self.config.impl == "triton",
+        )
+
+    def _gemm_outcomes(self, ran: Mapping[str, Mapping[str, int]]) -> dict[str, logprob_knobs.Outcome]:
+        """What became of the GEMM family's knobs. ran: the all-reduces of the arm, backend -> payload -> calls."""
+        config, tp = self.config, self._live.tp.size
+        cpu = "" if config.device == "cuda" else "vLLM's CPU build has no batch-invariant kernels; the promise is tested all the same"
+        known = (
+            gemm_knobs.flag_outcomes(config)
+            | gemm_knobs.mode_outcome(config, "batch_invariant", live=gemm_knobs.vllm_batch_invariant(), refused=cpu)
+            | gemm_knobs.sum_outcome(config, tp=tp)
+            | gemm_knobs.backend_outcome(config, ran, tp=tp)
+        )
+        return known | gemm_knobs.not_for(config, known, "rollout")
 
     def _check(self, arm: Arm, sequences: Seq[Sequence]) -> None:
         model = self._checkpoint.config
@@ -208,6 +253,8 @@ class VllmEngine:
         if config.device == "cuda":
             options["gpu_memory_utilization"] = config.gpu_memory_fraction
             options["attention_config"] = {"backend": "FLASH_ATTN"}
+            if gemm_knobs.all_reduce_backend(config) in gemm_knobs.CUDA_BACKENDS:
+                options["disable_custom_all_reduce"] = gemm_knobs.all_reduce_backend(config) != "custom"
         else:
             kv_heads = max(1, model.num_kv_heads // config.tp)
             bytes_a_token = 2 * model.num_layers * kv_heads * model.head_dim * getattr(torch, config.dtype).itemsize
@@ -246,7 +293,7 @@ class VllmEngine:
             config=self.config,
             model=self._checkpoint.config,
             tp=self._tp_group(),
-            all_reduces=self._all_reduces,
+            collectives=self._collectives,
             plants={name: plant.what for name, plant in self._plants.items()},
         )
 
@@ -259,8 +306,8 @@ def _all_reduce(x: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _own_shared_memory_name() -> Iterator[None]:
-    """A name of this run's own for the shared memory of vLLM's CPU collectives, while the engine starts.
+def _own_shared_memory_name(suffix: str = "") -> Iterator[None]:
+    """A name of this run's own for the shared memory of vLLM's CPU collectives, while the engine starts. suffix: of this rank.
 
     The external launcher names it after ``env://``: two runs on one host would share a segment, and mix their tensors. The host's name
     is part of it because vLLM uses shared memory wherever all ranks have one name; ranks on several hosts then use gloo.
@@ -273,7 +320,7 @@ def _own_shared_memory_name() -> Iterator[None]:
         yield
         return
     native = Communicator.make_group_name
-    own = f"{platform.node()}-{name[0]}"
+    own = f"{platform.node()}-{name[0]}{suffix}"
     Communicator.make_group_name = staticmethod(lambda communicator: f"{own}-{communicator.unique_name}")
     try:
         yield

@@ -1,71 +1,178 @@
-"""Which all-reduce vLLM really ran: its choice depends on the size of each call, so what is enabled is not what ran."""
+"""Which collectives vLLM really ran: its choice depends on the size of each call, so what is enabled is not what ran.
+
+Written for eager mode, where every call goes through the methods hooked here. Nothing is captured there, so "before capture" is "at all".
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 import torch
+import torch.distributed as dist
 
 from rlmismatch.pins.hooks import Patch
 
-# Attribute of the device communicator -> method that sums. The first group is CUDA's, `dist_module` the CPU's.
-_BACKENDS: Final = {
-    "pynccl_comm": "all_reduce",
-    "ca_comm": "custom_all_reduce",
-    "symm_mem_comm": "all_reduce",
-    "fi_ar_comm": "all_reduce",
-    "qr_comm": "quick_all_reduce",
-    "dist_module": "all_reduce",
-}
+Phase = Literal["prefill", "decode", "mixed", "other"]  # of an engine step; other: outside of any, as in a trial
+_OPS: Final = ("all_reduce", "reduce_scatter", "all_gather", "gather")
 
 
-class AllReduceLog:
-    """Counts the all-reduces of the TP group by backend and payload. `communicator` is None at TP1."""
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """One of the device communicator's own ways to sum. fits: the method that says whether it takes a tensor; empty: any."""
+
+    attribute: str
+    name: str
+    sums: str
+    fits: str = ""
+
+
+# In the order of vLLM's cuda_communicator.py and cpu_communicator.py. What none of them took ran in torch.distributed itself.
+BACKENDS: Final = (
+    Backend(attribute="fi_ar_comm", name="flashinfer", sums="all_reduce", fits="should_use_fi_ar"),
+    Backend(attribute="qr_comm", name="quick_reduce", sums="quick_all_reduce", fits="should_quick_allreduce"),
+    Backend(attribute="ca_comm", name="custom", sums="custom_all_reduce", fits="should_custom_ar"),
+    Backend(attribute="symm_mem_comm", name="symm_mem", sums="all_reduce", fits="should_use_symm_mem"),
+    Backend(attribute="pynccl_comm", name="nccl", sums="all_reduce"),
+    Backend(attribute="dist_module", name="shm", sums="all_reduce"),
+)
+
+
+@dataclass(frozen=True, order=True, kw_only=True)
+class Call:
+    """One kind of call: in which phase of the engine, what it did, who ran it, on how much of what."""
+
+    phase: Phase
+    op: str
+    backend: str
+    dtype: str
+    size_bytes: int
+
+
+class CollectiveLog:
+    """Counts the TP group's collectives by `Call`, and the engine's steps by phase. `communicator` is None at TP1."""
 
     def __init__(self, communicator: Any | None) -> None:
         self._communicator = communicator
-        self._calls: Counter[tuple[str, int]] = Counter()
         self._ran = ""
+        self.phase: Phase = "other"
+        self.calls: Counter[Call] = Counter()
+        self.steps: Counter[Phase] = Counter()
 
-    def patches(self) -> list[Patch]:
-        """The hooks that count, for as long as the engine lives."""
+    def patches(self, runner: Any) -> list[Patch]:
+        """The hooks that count, for as long as the engine lives. runner: the model runner, whose steps have the phases."""
         communicator = self._communicator
         if communicator is None:
             return []
-        out = [Patch(target=communicator, name="all_reduce", make=self._outer, pins=(), label="all_reduce")]
-        for attribute, method in _BACKENDS.items():
-            backend = getattr(communicator, attribute, None)
-            # On the CPU this may be torch.distributed itself, whose calls are not all vLLM's.
-            if backend is not None and backend is not torch.distributed:
-                name = type(backend).__name__
-                out.append(Patch(target=backend, name=method, make=self._inner(name), pins=(), label=name))
+        steps = Patch(target=runner, name="execute_model", make=self._step, pins=(), label="execute_model")
+        # getattr of a bound method finds it on the class: every communicator has these four, the base class in torch.distributed.
+        ops = [op for op in _OPS if hasattr(communicator, op)]
+        out = [steps, *(Patch(target=communicator, name=op, make=self._outer(op), pins=(), label=op) for op in ops)]
+        for backend, module in self._backends():
+            for method in dict.fromkeys((backend.sums, *_OPS[1:], "all_gather_into_tensor")):
+                if hasattr(module, method):
+                    make = self._inner(backend.name)
+                    out.append(Patch(target=module, name=method, make=make, pins=(), label=f"{backend.name} {method}"))
         return out
 
-    def calls(self) -> dict[str, dict[str, int]]:
-        """Backend -> payload in bytes (as text) -> calls, since the engine was loaded."""
-        out: dict[str, dict[str, int]] = {}
-        for (backend, size), count in sorted(self._calls.items()):
-            out.setdefault(backend, {})[str(size)] = count
-        return out
+    def replaced_all_reduce(self, name: str, summed: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
+        """The hook that has `summed` in the place of the all-reduce, and counts it as `name`. It goes in before `patches`."""
 
-    def _outer(self, native: Callable[..., Any]) -> Callable[..., Any]:
-        def all_reduce(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            size = x.numel() * x.element_size()
-            self._ran = "torch.distributed"  # unless a backend below says that it was the one
-            out = native(x, *args, **kwargs)
-            self._calls[self._ran, size] += 1
-            return out
-
-        return all_reduce
-
-    def _inner(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def make(native: Callable[..., Any]) -> Callable[..., Any]:
-            def all_reduce(*args: Any, **kwargs: Any) -> Any:
+            def all_reduce(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
                 self._ran = name
-                return native(*args, **kwargs)
+                out = summed(x)
+                self._ran = name  # what `summed` called has left its own name
+                return out
 
             return all_reduce
 
+        return Patch(target=self._communicator, name="all_reduce", make=make, pins=(), label=f"all_reduce in {name}")
+
+    def live_backends(self) -> dict[str, Callable[[torch.Tensor], torch.Tensor | None]]:
+        """Backend -> its own all-reduce of a tensor, whichever the communicator would choose; None for a tensor that it does not take."""
+        out: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {}
+        for backend, module in self._backends():
+            if not getattr(module, "disabled", False):
+                out[backend.name] = _alone(module, backend)
+        if self._communicator is not None:
+            group = self._communicator.device_group
+            name = str(dist.get_backend(group))
+            out[name if name not in out else f"torch.distributed {name}"] = lambda x: _by_torch(x, group)
+        return out
+
+    def all_reduces(self, before: Mapping[Call, int] | None = None) -> dict[str, dict[str, int]]:
+        """Backend -> payload in bytes (as text) -> all-reduces since `before` (a copy of `calls`; default: the engine's start)."""
+        out: dict[str, dict[str, int]] = {}
+        for call, count in sorted((self.calls - Counter(before or {})).items()):
+            if call.op == "all_reduce":
+                sizes = out.setdefault(call.backend, {})
+                sizes[str(call.size_bytes)] = sizes.get(str(call.size_bytes), 0) + count
+        return out
+
+    def _backends(self) -> list[tuple[Backend, Any]]:
+        """Those that the communicator holds. On the CPU `dist_module` may be torch.distributed, whose calls are not all vLLM's."""
+        found = [(b, getattr(self._communicator, b.attribute, None)) for b in BACKENDS]
+        return [(b, module) for b, module in found if module is not None and module is not dist]
+
+    def _step(self, native: Callable[..., Any]) -> Callable[..., Any]:
+        def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            self.phase = _phase(scheduled)
+            self.steps[self.phase] += 1
+            try:
+                return native(scheduled, *args, **kwargs)
+            finally:
+                self.phase = "other"
+
+        return execute_model
+
+    def _outer(self, op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def make(native: Callable[..., Any]) -> Callable[..., Any]:
+            def collective(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                dtype, size = str(x.dtype).removeprefix("torch."), x.numel() * x.element_size()
+                assert self._communicator is not None
+                self._ran = str(dist.get_backend(self._communicator.device_group))  # unless a backend below says that it was the one
+                out = native(x, *args, **kwargs)
+                self.calls[Call(phase=self.phase, op=op, backend=self._ran, dtype=dtype, size_bytes=size)] += 1
+                return out
+
+            return collective
+
         return make
+
+    def _inner(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def make(native: Callable[..., Any]) -> Callable[..., Any]:
+            def collective(*args: Any, **kwargs: Any) -> Any:
+                self._ran = name
+                return native(*args, **kwargs)
+
+            return collective
+
+        return make
+
+
+def _phase(scheduled: Any) -> Phase:
+    """decode: every request gets its next token. prefill: none does. A request that is new to the engine is never decoded."""
+    new = {request.req_id for request in scheduled.scheduled_new_reqs}
+    decoded = [n == 1 and request not in new for request, n in scheduled.num_scheduled_tokens.items()]
+    return "decode" if all(decoded) else "mixed" if any(decoded) else "prefill"
+
+
+def _alone(module: Any, backend: Backend) -> Callable[[torch.Tensor], torch.Tensor | None]:
+    def all_reduce(x: torch.Tensor) -> torch.Tensor | None:
+        if backend.fits and not getattr(module, backend.fits)(x):
+            return None
+        copy = x.clone()
+        out = getattr(module, backend.sums)(copy)
+        # Shared memory sums in place and returns nothing; the others return their result, or None where they do not take the size.
+        return copy if out is None and backend.attribute == "dist_module" else out
+
+    return all_reduce
+
+
+def _by_torch(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    out = x.clone()
+    dist.all_reduce(out, group=group)
+    return out

@@ -13,7 +13,9 @@ import torch
 
 from rlmismatch.checkpoint import ModelConfig
 from rlmismatch.contract import Reading, documented
+from rlmismatch.engines import vllm_plants_gemm as gemm_plants
 from rlmismatch.engines import vllm_plants_logprob as faults
+from rlmismatch.engines.gemm_faults import SAYS_INVARIANT
 from rlmismatch.engines.logprob_plants import SAYS_ARRIVAL, SAYS_EOS, SAYS_OOV, SAYS_SHIFT
 from rlmismatch.engines.protocol import SideConfig
 from rlmismatch.errors import UsageError
@@ -226,6 +228,25 @@ PLANTS: Final[Mapping[str, RolloutPlant]] = {
     ),
     "fallback_reported_as_requested": RolloutPlant(
         what="another log-softmax runs than the sampler's own", apply=faults.fallback_reported_as_requested
+    ),
+    "tf32_one_sided": RolloutPlant(what="float32 products may use TF32", apply=gemm_plants.tf32),
+    "compute_dtype_one_sided": RolloutPlant(
+        what="the layers' products run in another 16-bit dtype than the model's", apply=gemm_plants.compute_dtype
+    ),
+    "autocast_head_one_sided": RolloutPlant(
+        what="the head and the log-softmax run under bfloat16 autocast",
+        apply=gemm_plants.autocast_head,
+        refuse=lambda config, model: None if config.dtype == "float32" else "its head computes in 16 bits anyway",
+    ),
+    "batch_invariance_claimed_but_broken": RolloutPlant(
+        what="layer 0's gate_up adds two rounded halves of K when it has more than one row, and the side promises batch invariance",
+        apply=gemm_plants.depends_on_rows,
+        says=SAYS_INVARIANT,
+    ),
+    "all_reduce_wrong_data": RolloutPlant(
+        what="the last rank's partials are lost in every all-reduce",
+        apply=gemm_plants.all_reduce_wrong_data,
+        refuse=lambda config, model: "one rank has nothing to sum" if config.tp == 1 else None,
     ),
     "head_row_off_by_one": RolloutPlant(what="the head reads the hidden state of the row before", apply=faults.head_row_off_by_one),
 }

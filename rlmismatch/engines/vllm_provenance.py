@@ -60,7 +60,7 @@ def provenance(site: Site) -> dict[str, Any]:
         "gemm": gemm_library(site),
         "attention_backends": sorted(attention_backends(site)),
         "communicator": None if communicator is None else type(communicator).__name__,
-        "all_reduces": site.all_reduces.calls(),
+        "all_reduces": site.collectives.all_reduces(),
         "tp_ranks": list(site.tp.ranks),
         "kv_cache": {
             "block_size": block_size(site),

@@ -11,16 +11,14 @@ from typing import Any
 import torch
 
 from rlmismatch.contract import not_applicable, read, unknown
-from rlmismatch.engines import vllm_trials, vllm_weights
+from rlmismatch.engines import gemm_knobs, vllm_readings_gemm, vllm_trials, vllm_weights
 from rlmismatch.engines.vllm_readings_attention import attention_readings
 from rlmismatch.engines.vllm_readings_logprob import logprob_readings
 from rlmismatch.engines.vllm_site import (
     Fields,
     Site,
-    batch_invariant,
     collective_engine,
     compile_mode,
-    env,
     fill,
     forward_method,
     gemm_library,
@@ -33,13 +31,13 @@ def readings(site: Site) -> dict[str, Fields]:
     """axis id -> field -> reading. Collective: short trials run on all ranks."""
     graph = site.vllm_config.compilation_config
     return {
-        "gemm.runtime_flags": _runtime_flags(site),
+        "gemm.runtime_flags": vllm_readings_gemm.runtime_flags(site),
         "gemm.kernel": {
             "backend_id": read(gemm_library(site), "qkv_proj.quant_method, cpu_linear"),
-            "batch_invariant": read(batch_invariant(), "VLLM_BATCH_INVARIANT"),
+            "batch_invariant": read(gemm_knobs.vllm_batch_invariant(), "VLLM_BATCH_INVARIANT"),
         },
-        "gemm.forward_reduce": _forward_reduce(site),
-        "rollout.all_reduce_backend": _all_reduce_backend(site),
+        "gemm.forward_reduce": vllm_readings_gemm.replaced_sum(site, _forward_reduce(site)),
+        "rollout.all_reduce_backend": vllm_readings_gemm.all_reduce_backend(site),
         **attention_readings(site),
         **logprob_readings(site),
         "model.weights": {
@@ -70,29 +68,6 @@ def readings(site: Site) -> dict[str, Fields]:
     }
 
 
-def _runtime_flags(site: Site) -> Fields:
-    matmul, on_gpu = torch.backends.cuda.matmul, site.config.device == "cuda"
-    no_gpu = not_applicable("no cuBLAS on CPU")
-    return {
-        "compute_dtype": read(str(site.runner.dtype).removeprefix("torch."), "model_runner.dtype"),
-        "tensor_parallel_size": read(site.tp.world_size, "size of the live tensor-parallel group"),
-        "sequence_parallel": not_applicable("no sequence parallelism in the rollout"),
-        "tf32": read(matmul.allow_tf32, "torch.backends.cuda.matmul.allow_tf32") if on_gpu else no_gpu,
-        "bf16_reduced_precision_reduction": (
-            read(bool(matmul.allow_bf16_reduced_precision_reduction), "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction")
-            if on_gpu
-            else no_gpu
-        ),
-        "deterministic_mode": read(torch.are_deterministic_algorithms_enabled(), "torch.are_deterministic_algorithms_enabled()"),
-        "batch_invariant": read(batch_invariant(), "VLLM_BATCH_INVARIANT"),
-        "cublas_workspace": env("CUBLAS_WORKSPACE_CONFIG"),
-        "nccl_algo": env("NCCL_ALGO"),
-        "nccl_proto": env("NCCL_PROTO"),
-        "cudnn_deterministic": read(torch.backends.cudnn.deterministic, "torch.backends.cudnn.deterministic"),
-        "float32_matmul_precision": read(torch.get_float32_matmul_precision(), "torch.get_float32_matmul_precision()"),
-    }
-
-
 def _forward_reduce(site: Site) -> Fields:
     tp = site.tp.world_size
     if tp == 1:
@@ -107,17 +82,6 @@ def _forward_reduce(site: Site) -> Fields:
         order = site.documented("own rank first, then the next ones in turn", source)
         return {"order": order, "acc_dtype": site.documented("float32", source), **fields}
     return {**fill("order acc_dtype", unknown("the all-reduce is chosen by payload size, and does not report its order")), **fields}
-
-
-def _all_reduce_backend(site: Site) -> Fields:
-    if site.tp.world_size == 1:
-        return fill("actual_backends bytes_per_call calls", not_applicable("TP1: nothing to reduce"))
-    source, calls = "counted at the communicator's methods since the engine was loaded", site.all_reduces.calls()
-    return {
-        "actual_backends": read(sorted(calls), source),
-        "bytes_per_call": read({name: sorted(map(int, sizes)) for name, sizes in calls.items()}, source),
-        "calls": read({name: sum(sizes.values()) for name, sizes in calls.items()}, source),
-    }
 
 
 def _norm(site: Site) -> Fields:

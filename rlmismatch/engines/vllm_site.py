@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rlmismatch.checkpoint import ModelConfig
 from rlmismatch.contract import Evidence, Reading, documented, read, unknown
 from rlmismatch.engines.protocol import SideConfig
-from rlmismatch.engines.vllm_collectives import AllReduceLog
+from rlmismatch.engines.vllm_collectives import CollectiveLog
 from rlmismatch.pins.vllm_live import LiveModel
 
 # device -> versions whose sources the documented values were read in.
@@ -32,7 +32,7 @@ class Site:
     config: SideConfig
     model: ModelConfig
     tp: Any  # vLLM's coordinator of the tensor-parallel group
-    all_reduces: AllReduceLog
+    collectives: CollectiveLog
     plants: Mapping[str, str]  # id -> what it breaks
 
     @property
@@ -137,7 +137,3 @@ def version(*names: str) -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
-
-
-def batch_invariant() -> bool:
-    return os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")

@@ -25,6 +25,13 @@ Probe = Literal["none", "local", "boundary"]
 # How the TP ranks share an operation's output: whole on every rank, or disjoint columns (heads, features), or disjoint rows.
 Split = Literal["whole", "columns", "rows"]
 Value = TypeVar("Value")
+
+
+def hook_probe(arm_probe: str) -> Probe:
+    """The probe that hooks take part in under an arm's; other probes look at the engine from outside of them."""
+    return "local" if arm_probe == "local" else "boundary" if arm_probe == "boundary" else "none"
+
+
 _ABSENT = object()
 
 

@@ -51,6 +51,15 @@ class TrainerOps:
         # With more ranks than kv heads several ranks hold one head; the first of them speaks for it.
         self._owns_kv = self.tp.size <= shape.num_kv_heads or self.tp.rank % (self.tp.size // shape.num_kv_heads) == 0
 
+    @property
+    def tokens(self) -> int:
+        """Real tokens of the forward that is under way."""
+        return self._tokens
+
+    def qkv_columns(self) -> Mapping[str, torch.Tensor]:
+        """q, k, v -> indices of this rank's columns of the fused product."""
+        return self._qkv_columns
+
     def begin(self, tokens: int) -> None:
         """One sequence of `tokens` real tokens is about to run."""
         self._tokens = tokens
@@ -269,17 +278,20 @@ class TrainerOps:
         def fold(partial_SBH: torch.Tensor) -> torch.Tensor:
             return self._own_slice(reduce.fold(self.tp.gathered(partial_SBH), impl=impl, out_dtype=dtype))
 
+        def rounded() -> torch.Tensor:
+            """This rank's share in x's dtype. One rank owns the whole tree: the bits of fold(partial) in one launch."""
+            if self.tp.size == 1:
+                return _linear(gemm.row_linear, x_SBK, weight, impl=impl)
+            return reduce.fold([pinned_partial()], impl=impl, out_dtype=dtype)
+
         def exact_sum(partial_SBH: torch.Tensor) -> torch.Tensor:
             return self._own_slice(reduce_fp64.fold(self.tp.gathered(partial_SBH), out_dtype=torch.float64))
 
-        def pinned_gemm_native_sum() -> torch.Tensor:
-            return self._native_sum(reduce.fold([pinned_partial()], impl=impl, out_dtype=dtype))
-
         choices: dict[tuple[bool, bool], Callable[[], torch.Tensor]] = {
             (False, False): lambda: native(x_SBK)[0],
-            (True, False): pinned_gemm_native_sum,
+            (True, False): lambda: self._native_sum(rounded()),
             (False, True): lambda: fold(self._native_partial(module, x_SBK)),
-            (True, True): lambda: fold(pinned_partial()),
+            (True, True): lambda: rounded() if self.tp.size == 1 else fold(pinned_partial()),
         }
         if switch.probe == "local" and self.tp.size > 1:
             # The sum apart from the GEMM: both sums see the same native partials.
@@ -307,12 +319,10 @@ class TrainerOps:
         return native_row_partial(module, x_SBK)
 
     def _native_sum(self, partial_SBH: torch.Tensor) -> torch.Tensor:
-        """Megatron's own collective. It may work in place, and on a strided tensor it returns its input unreduced."""
-        from megatron.core.tensor_parallel import mappings
+        """The layers' own collective. It may work in place, and on a strided tensor it returns its input unreduced."""
+        from megatron.core.tensor_parallel import layers  # where a knob may have put another one
 
-        collective = (
-            mappings.reduce_scatter_to_sequence_parallel_region if self.shape.sp else mappings.reduce_from_tensor_model_parallel_region
-        )
+        collective = layers.reduce_scatter_to_sequence_parallel_region if self.shape.sp else layers.reduce_from_tensor_model_parallel_region
         summed: torch.Tensor = collective(partial_SBH.contiguous(), group=self.tp.group)
         return summed
 

@@ -33,10 +33,10 @@ class TransformerEngineOps(TrainerOps):
         bias = linear.bias if linear.use_bias else None
 
         def native_gemm(input: torch.Tensor, **_: Any) -> torch.Tensor:
-            return _te_gemm(linear, torch.cat(self.tp.gathered(input)) if self.shape.sp else input, bias)
+            return te_gemm(linear, torch.cat(self.tp.gathered(input)) if self.shape.sp else input, bias)
 
         normed = self._normed(
-            switch, "norm", lambda x: _te_norm(linear, x), linear.layer_norm_weight, lambda y: {norm_name: self._rows(y)}, self._row_split
+            switch, "norm", lambda x: te_norm(linear, x), linear.layer_norm_weight, lambda y: {norm_name: self._rows(y)}, self._row_split
         )
         multiplied = self._multiplied(switch, "gemm", native_gemm, parts, feeds)
 
@@ -47,10 +47,11 @@ class TransformerEngineOps(TrainerOps):
         return [Patch(target=linear, name="forward", make=make, pins=pins, label=f"{norm_name}, {name}")]
 
     def _native_partial(self, module: Any, x_SBK: torch.Tensor) -> torch.Tensor:
-        return _te_gemm(module, x_SBK, None)
+        return te_gemm(module, x_SBK, None)
 
 
-def _te_norm(linear: Any, x_sBH: torch.Tensor) -> torch.Tensor:
+def te_norm(linear: Any, x_sBH: torch.Tensor) -> torch.Tensor:
+    """The norm that a TE linear runs on its input [s, B, H]; same shape and dtype."""
     from transformer_engine.pytorch.module._common import apply_normalization
 
     normed, *_ = apply_normalization(
@@ -68,7 +69,8 @@ def _te_norm(linear: Any, x_sBH: torch.Tensor) -> torch.Tensor:
     return normed.view_as(x_sBH)  # type: ignore[no-any-return]
 
 
-def _te_gemm(linear: Any, x_SBK: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def te_gemm(linear: Any, x_SBK: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product that a TE linear runs on this rank, before any sum over ranks: [S, B, N] in x's dtype."""
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     product, *_ = general_gemm(linear.weight, x_SBK.reshape(-1, x_SBK.shape[-1]), out_dtype=x_SBK.dtype, bias=bias)

@@ -196,6 +196,12 @@ class VllmPins:
         def fold(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             return reduce.fold(live.tp.gathered(part), impl=impl, out_dtype=dtype)
 
+        def rounded(x_TK: torch.Tensor) -> torch.Tensor:
+            """This rank's share in x's dtype. One rank owns the whole tree: the bits of fold(partial) in one launch."""
+            if live.tp.size == 1:
+                return gemm.row_linear(x_TK, live.weight(linear), impl=impl)
+            return reduce.fold([partial(x_TK)], impl=impl, out_dtype=x_TK.dtype)
+
         def exact_sum(part: torch.Tensor) -> torch.Tensor:
             return reduce_fp64.fold(live.tp.gathered(part), out_dtype=torch.float64)
 
@@ -204,9 +210,9 @@ class VllmPins:
                 x, dtype = input_, input_.dtype
                 ops: dict[tuple[bool, bool], Callable[[], torch.Tensor]] = {
                     (False, False): lambda: native(x)[0],
-                    (True, False): lambda: live.all_reduce(reduce.fold([partial(x)], impl=impl, out_dtype=dtype)),
+                    (True, False): lambda: live.all_reduce(rounded(x)),
                     (False, True): lambda: fold(native_partial(x), dtype),
-                    (True, True): lambda: fold(partial(x), dtype),
+                    (True, True): lambda: rounded(x) if live.tp.size == 1 else fold(partial(x), dtype),
                 }
                 y = switch.run(
                     "gemm",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from rlmismatch.drift.model import BudgetLine, Drift, Interval, TokenDrift
-from rlmismatch.report import gradients, isolation
+from rlmismatch.report import gradients, isolation, replay
 from rlmismatch.report.blocks import Block, Cell, Column, Item, Items, Pairs, Section, Table, cell
 from rlmismatch.report.cells import NATS, nats, numeric, unequal
 from rlmismatch.report.model import Report
@@ -29,6 +29,8 @@ def sections(report: Report, *, verbose: bool) -> list[Section]:
         isolation.axes(report),
         gradients.section(report.gradients, verbose) if report.gradients else None,
         _measures(report, verbose),
+        replay.products(report.replay, verbose=verbose),
+        replay.collectives(report.collectives, verbose=verbose),
         _oracle(report),
         _floors(report),
         _worst(report, verbose),

@@ -180,6 +180,39 @@ class GradientInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplayRow:
+    """One logical column of one GEMM on its own captured inputs, `rows` of them in one product. Errors are means, of the result's size.
+
+    unequal_pin: elements that are not the pin's (another kernel). unequal_full: elements that are not what the native product gives at all
+    rows (the same kernel at another M); at ``full`` itself, what a second run gives.
+    """
+
+    side: str
+    product: str  # layers.0.q_proj
+    rows: str  # a number, or full
+    count: int
+    unequal_pin: int
+    unequal_full: int
+    native_error: float | None
+    pin_error: float | None
+    largest_pin: float
+    largest_full: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveRow:
+    """A collective of the rollout's TP group that ran in the arm ``gemm``, by phase, backend and payload."""
+
+    phase: str  # prefill | decode | mixed
+    op: str  # all_reduce | all_gather | reduce_scatter | gather
+    backend: str
+    dtype: str
+    size_bytes: int
+    calls: int
+    per_step: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class RatioRow:
     """The drift of one pair of score sets: ``trainer/prefill``, ``prefill/decode``, ``decode/recorded``, ``trainer/oracle``..."""
 
@@ -319,6 +352,8 @@ class Report:
     axes: tuple[AxisRow, ...] = ()
     measures: tuple[MeasureRow, ...] = ()
     gradients: GradientInfo | None = None
+    replay: tuple[ReplayRow, ...] = ()
+    collectives: tuple[CollectiveRow, ...] = ()
     ratios: tuple[RatioRow, ...] = ()
     floors: tuple[FloorRow, ...] = ()
     oracle: tuple[OracleRow, ...] = ()

@@ -19,6 +19,7 @@ from rlmismatch.errors import RlmismatchError, UsageError
 from rlmismatch.exitcodes import ExitCode
 from rlmismatch.verdict.model import (
     DEFAULT_FAIL_ON,
+    BrokenPromise,
     Control,
     Defect,
     Facts,
@@ -36,6 +37,7 @@ __all__ = [
     "DEFAULT_FAIL_ON",
     "ENDS",
     "GATES",
+    "BrokenPromise",
     "Control",
     "Defect",
     "Facts",
@@ -102,7 +104,7 @@ def judge(facts: Facts) -> Verdict:
     reasons = [*map(_failure, facts.failures), *_gates(facts), *_fields(facts)]
     void = any(r.kind == "void" for r in reasons)
     if not void:
-        reasons += [*_drift(facts), *_defects(facts), *_budget(facts), *_controls(facts), *_signatures(facts)]
+        reasons += [*_promises(facts), *_drift(facts), *_defects(facts), *_budget(facts), *_controls(facts), *_signatures(facts)]
     reasons += _knobs(facts)
     reasons += _unseen_plants(facts, reasons)
     rank = {kind: i for i, kind in enumerate(ENDS)}
@@ -268,6 +270,13 @@ def _defects(facts: Facts) -> Iterable[Reason]:
         yield Reason(kind="defect", text=defect.text, axis=defect.axis, tier=Tier.RECORDED.value, hint=axes.by_id(defect.axis).hint)
 
 
+def _promises(facts: Facts) -> Iterable[Reason]:
+    """A promise turns what would only be recorded into a part of the contract."""
+    for promise in facts.promises:
+        hint = "take the promise back (--batch-invariant off), or give that side kernels that keep it"
+        yield Reason(kind="contract", text=promise.text, axis=promise.axis, tier=Tier.SEMANTIC.value, hint=hint)
+
+
 def _controls(facts: Facts) -> Iterable[Reason]:
     for control in facts.controls:
         if not control.ok:
@@ -287,7 +296,7 @@ def _knobs(facts: Facts) -> Iterable[Reason]:
         if row.status == "applied":
             continue
         axis = axes.axis_of_knob(row.knob)
-        values = axis.knobs[row.knob] if axis else ()
+        values = axis.knobs.get(row.knob, ()) if axis else ()
         yield Reason(
             kind="inconclusive",
             text=f"{row.knob}={row.requested} on the {row.side}: {row.status.replace('_', ' ')}, actual is {row.actual}"

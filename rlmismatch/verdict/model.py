@@ -87,6 +87,15 @@ class Defect(Protocol):
     def text(self) -> str: ...
 
 
+class BrokenPromise(Protocol):
+    """What a side says of itself, and was seen not to keep."""
+
+    @property
+    def axis(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+
+
 class PlantInForce(Protocol):
     @property
     def id(self) -> str: ...
@@ -110,8 +119,8 @@ class Facts:
     """All that a verdict is made of.
 
     drift: of the headline ratio; None when it was not measured. defects: ops over their error budget against float64, most important
-    first. failures: errors that ended a side or the run; what is missing because of them is not held against the contract.
-    plants: known faults in force on purpose; a run that does not name them has shown nothing.
+    first. promises: those that a side gave and broke. failures: errors that ended a side or the run; what is missing because of them is
+    not held against the contract. plants: known faults in force on purpose; a run that does not name them has shown nothing.
     """
 
     comparisons: Sequence[FieldComparison] = ()
@@ -121,6 +130,7 @@ class Facts:
     budget: Sequence[BudgetLine] = ()
     drift: Drift | None = None
     defects: Sequence[Defect] = ()
+    promises: Sequence[BrokenPromise] = ()
     signatures: Sequence[Signature] = ()
     plants: Sequence[PlantInForce] = ()
     failures: Sequence[RlmismatchError] = ()

@@ -1,0 +1,79 @@
+"""The GEMM family's contract as the live rollout shows it: its process's switches, the dtype it computes in, its sums over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rlmismatch.contract import Reading, not_applicable, read, unknown
+from rlmismatch.engines import gemm_flags, gemm_knobs
+from rlmismatch.engines.gemm_flags import environment_reading
+from rlmismatch.engines.vllm_collectives import Call
+from rlmismatch.engines.vllm_site import Fields, Site, fill
+
+
+def runtime_flags(site: Site) -> Fields:
+    """Every field of gemm.runtime_flags. Collective: one product of each kind is run."""
+    return {
+        "compute_dtype": compute_dtype(site),
+        "tensor_parallel_size": read(site.tp.world_size, "size of the live tensor-parallel group"),
+        "sequence_parallel": not_applicable("no sequence parallelism in the rollout"),
+        "tf32": gemm_flags.tf32_reading(),
+        "bf16_reduced_precision_reduction": gemm_flags.reduced_precision_reading(),
+        "deterministic_mode": read(torch.are_deterministic_algorithms_enabled(), "torch.are_deterministic_algorithms_enabled()"),
+        "batch_invariant": read(gemm_knobs.vllm_batch_invariant(), "VLLM_BATCH_INVARIANT"),
+        "cublas_workspace": environment_reading("CUBLAS_WORKSPACE_CONFIG"),
+        "nccl_algo": environment_reading("NCCL_ALGO"),
+        "nccl_proto": environment_reading("NCCL_PROTO"),
+        "cudnn_deterministic": read(torch.backends.cudnn.deterministic, "torch.backends.cudnn.deterministic"),
+        "float32_matmul_precision": gemm_flags.matmul_precision_reading(),
+    }
+
+
+def compute_dtype(site: Site) -> Reading:
+    """The dtype of the operands of the first layer's products and the head's, from one row through each."""
+    layer, head = site.live.layers[0], site.live.model.lm_head
+    linears = (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
+    dtype, device = site.runner.dtype, site.live.inv_freq.device
+    with torch.inference_mode():
+        with gemm_flags.product_dtypes() as body:
+            for linear in linears:
+                row_1K = torch.zeros(1, linear.input_size_per_partition, dtype=dtype, device=device)
+                linear.quant_method.apply(linear, row_1K, None)
+        with gemm_flags.product_dtypes() as seen:
+            site.live.model.logits_processor._get_logits(torch.zeros(1, head.embedding_dim, dtype=dtype, device=device), head, None)
+    given = getattr(site.live.model.logits_processor, "head_dtype", None) or dtype
+    return gemm_flags.compute_dtype_reading(body, seen, str(given).removeprefix("torch."))
+
+
+def replaced_sum(site: Site, fields: Fields) -> Fields:
+    """`fields` of gemm.forward_reduce where a knob has another sum in the place of the engine's."""
+    wanted = gemm_knobs.row_sum(site.config)
+    if gemm_knobs.all_reduce_backend(site.config) == "rank_order":
+        wanted = "rank_order"
+    if site.tp.world_size == 1 or wanted in ("native", "all_reduce"):
+        return fields
+    if wanted == "reduce_scatter":
+        return {**fields, "collective": read("reduce_scatter and all_gather", "the hook in the communicator's all_reduce")}
+    return fields | gemm_knobs.rank_order_fields(site.config, ranks=site.tp.world_size)
+
+
+def all_reduce_backend(site: Site) -> Fields:
+    """What ran so far, prefill and decode apart. Which backend a call takes depends on its size."""
+    if site.tp.world_size == 1:
+        return fill("actual_backends bytes_per_call calls", not_applicable("TP1: nothing to reduce"))
+    log, source = site.collectives, "counted at the communicator's methods since the engine was loaded"
+    counted = {call: n for call, n in log.calls.items() if call.op == "all_reduce" and call.phase in ("prefill", "decode", "mixed")}
+    if not counted:
+        return fill("actual_backends bytes_per_call calls", unknown("no step has run yet; see what ran in the arms"))
+    return {
+        "actual_backends": read(_by_phase(counted, lambda calls: sorted({c.backend for c in calls})), source),
+        "bytes_per_call": read(_by_phase(counted, lambda calls: sorted({c.size_bytes for c in calls})), source),
+        "calls": read(_by_phase(counted, lambda calls: sum(calls.values()) / log.steps[next(iter(calls)).phase]), source),
+    }
+
+
+def _by_phase(counted: dict[Call, int], value: Any) -> dict[str, Any]:
+    phases = sorted({call.phase for call in counted})
+    return {phase: value({c: n for c, n in counted.items() if c.phase == phase}) for phase in phases}
