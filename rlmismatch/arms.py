@@ -23,12 +23,19 @@ EAGER: Final = "native.eager"  # a rollout that runs compiled, loaded once more 
 COMPILE: Final = "model.compile"
 ALL: Final = frozenset(PINS)
 
+# Knobs that set the arithmetic of a pin, and so hold it: whatever their value, and on both sides where one side alone is given.
+_PIN_ARITHMETIC: Final = (
+    *(("accum_dtype", dtype) for dtype in ("fp32", "bf16")),
+    *(("downcast_at", place) for place in ("final_write", "per_partial", "per_block")),
+)
 # Knob value -> pins that stay in force in every arm, the native one included.
 BASE_PINS: Final[Mapping[tuple[str, str], tuple[str, ...]]] = {
     ("gemm.kernel", "triton"): ("gemm",),
     ("gemm.forward_reduce", "rank_order"): ("forward_reduce",),
     ("attention", "off"): ("attention",),
     ("attention.rope", "unfused_fp32"): ("rope",),
+    ("attention.merge_order", "global_block_index"): ("attention",),
+    **{(f"attention.{knob}", value): ("attention",) for knob, value in _PIN_ARITHMETIC},
     ("logprob.head_gemm_kernel", "triton"): ("head_gemm",),
 }
 
@@ -47,7 +54,10 @@ def repeat_id(number: int) -> str:
 
 def base_pins(settings: Settings) -> frozenset[str]:
     """Pins that a knob of the command line keeps in force throughout."""
-    return frozenset(pin for knob, value in settings.knobs.items() for pin in BASE_PINS.get((knob, str(value)), ()))
+    both = {(knob, str(value)) for knob, value in settings.knobs.items()}
+    arithmetic = {f"attention.{knob}" for knob, _ in _PIN_ARITHMETIC}
+    both |= {(rest, value) for knob, value in both if (rest := knob.partition(".")[2]) in arithmetic}  # trainer.attention.accum_dtype
+    return frozenset(pin for knob_value in both for pin in BASE_PINS.get(knob_value, ()))
 
 
 def compiled(settings: Settings) -> bool:
@@ -58,9 +68,10 @@ def compiled(settings: Settings) -> bool:
 def engine_knobs(settings: Settings, side: str) -> dict[str, str]:
     """Knobs that the adapter of `side` sets as long as its engine lives: those of its families, but for what a pin holds on both sides."""
     given = settings.knobs_of(side)
-    held = {k for k, v in given.items() if (k, str(v)) in BASE_PINS and settings.knobs.get(k) == v} | _PIN_OR_NATIVE
-    return {k: v for k, v in given.items() if k.startswith(("logprob.", "gemm.", COMPILE)) and k not in held}
+    arithmetic = {f"attention.{knob}" for knob, _ in _PIN_ARITHMETIC}
+    held = {k for k, v in given.items() if (k, str(v)) in BASE_PINS and settings.knobs.get(k) == v} - arithmetic | _PIN_OR_NATIVE
+    return {k: v for k, v in given.items() if k.startswith(("logprob.", "attention.", "gemm.", COMPILE)) and k not in held}
 
 
 # Knobs whose only values are a pin and its absence.
-_PIN_OR_NATIVE: Final = frozenset({"gemm.kernel", "logprob.head_gemm_kernel"})
+_PIN_OR_NATIVE: Final = frozenset({"gemm.kernel", "logprob.head_gemm_kernel", "attention.rope", "attention.merge_order"})

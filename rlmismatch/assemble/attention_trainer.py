@@ -15,6 +15,7 @@ from rlmismatch import attention_policies
 from rlmismatch.arms import ATTENTION
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.attention_policies import POLICIES, Operands
+from rlmismatch.engines.attention_candidates import FACTS
 from rlmismatch.engines.protocol import SideName
 from rlmismatch.evidence import Evidence
 from rlmismatch.report.model import MeasureRow
@@ -40,6 +41,9 @@ def measures(evidence: Evidence, book: ScoreBook) -> tuple[MeasureRow, ...]:
         rows += merge_orders(side, of_layer)
     for side, of_layer in operands.items():
         rows += precision(side, of_layer)
+    for side, tensors in kept.items():
+        described = evidence.side(side)
+        rows += candidates(side, tensors, described.provenance.get("attention_candidates", {}) if described else {})
     if "trainer" in kept:
         rows += backward(kept["trainer"])
     return tuple(rows)
@@ -158,6 +162,25 @@ def _fp8(side: SideName, of_layer: Mapping[str, Operands], size: float) -> Measu
         axis="attention.precision", side=side, what="simulated: K and V kept as float8 e4m3, mean move over mean size",
         value=moved / size, unit="", note=note,
     )  # fmt: skip
+
+
+def candidates(side: SideName, tensors: Mapping[str, torch.Tensor], installed: Mapping[str, str]) -> Iterator[MeasureRow]:
+    """Every other backend in every form that it has, over all shapes: whether it repeats itself and is batch invariant, then its error."""
+    axis = "attention.backend_reuse"
+    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for key, facts in tensors.items():
+        if key.startswith("backend/"):
+            _, name, form, _ = key.split("/", 3)
+            found.setdefault((name, form), []).append(dict(zip(FACTS, facts.tolist(), strict=True)))
+    for name, version in installed.items():
+        if not any(candidate == name for candidate, _ in found):
+            yield MeasureRow(axis=axis, side=side, what=name, value=None, note=version)
+    for (name, form), shapes in found.items():
+        relative = max((f["mean_error"] / f["mean_size"] for f in shapes), key=lambda x: (math.isnan(x), x))
+        words = ["repeats itself" if all(f["repeats"] == 1.0 for f in shapes) else "does not repeat itself"]
+        words += ["batch invariant" if all(f["batch_invariant"] == 1.0 for f in shapes) else "not batch invariant"]
+        note = f"{', '.join(words)}; {len(shapes)} shapes; {installed.get(name, '')}"
+        yield MeasureRow(axis=axis, side=side, what=f"{name}, {form}: mean error over mean size", value=relative, unit="", note=note)
 
 
 def backward(tensors: Mapping[str, torch.Tensor]) -> Iterator[MeasureRow]:

@@ -310,7 +310,8 @@ ATTENTION: Final[tuple[Axis, ...]] = (
                 built=True,
             ),
         ),
-        built="pin_only",
+        measured=True,
+        built="complete",
     ),
     Axis(
         id="attention.backend_reuse",
@@ -329,8 +330,11 @@ ATTENTION: Final[tuple[Axis, ...]] = (
                 verdict="contract",
                 what="a backend that claims batch invariance picks its KV splits by load",
                 sides=("rollout",),
+                built=True,
             ),
         ),
+        measured=True,
+        built="complete",
     ),
     Axis(
         id="attention.backward",

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import click
 
 from rlmismatch.commands import options
+from rlmismatch.commands.options import Knob
+
+# Option -> knob. Most can be given for one side alone, too: --rollout.accum-dtype bf16.
+KNOBS: Final[tuple[Knob, ...]] = (
+    Knob("--rope", "native|unfused_fp32", "unfused_fp32: RoPE with cos and sin in fp32 and one cast, in every arm.", side="both"),
+    Knob("--merge-order", "native|global_block_index", "global_block_index: our fixed fold of KV blocks, in every arm.", side="both"),
+    Knob("--accum-dtype", "fp32|bf16", "The pin's running sum, which then is in force in every arm; bf16 rounds it every 16 keys."),
+    Knob("--downcast-at", "final_write|per_partial|per_block", "Where the pin casts its output; it then is in force in every arm."),
+    Knob("--backend-candidate", "te|flash_attn|flashinfer|sdpa", "Backend whose capability both sides compare; all that run are measured."),
+    Knob("--backward-backend", "native|triton", "Backward measured in the trainer: its own, or ours. Default: both.", side="trainer"),
+)
 
 
 @click.command("attention")
@@ -16,14 +27,14 @@ from rlmismatch.commands import options
     type=click.Choice(["on", "off"]),
     help="off: our deterministic kernel in both engines, in every arm; on: each engine's own.",
 )
-@click.option(
-    "--rope",
-    type=click.Choice(["native", "unfused_fp32"]),
-    help="unfused_fp32: RoPE with cos and sin in fp32 and one cast, in both engines, in every arm.",
-)
+@options.knob_options("attention", KNOBS)
 @click.pass_context
-def command(ctx: click.Context, /, attention: str | None, rope: str | None, **given: Any) -> None:
-    """Measure the attention axes: every row with status, tier verdict, local error, alone, last and provenance."""
+def command(ctx: click.Context, /, attention: str | None, **given: Any) -> None:
+    """Measure the attention axes: every row with status, tier verdict, local error, alone, last and provenance.
+
+    A knob without a side is for both; --trainer.NAME and --rollout.NAME set it on one side alone.
+    """
     from rlmismatch.commands import session
 
-    ctx.exit(session.measure("attention", given, knobs={"attention": attention, "attention.rope": rope}))
+    knobs, rest = options.split_knobs("attention", KNOBS, given)
+    ctx.exit(session.measure("attention", rest, knobs={"attention": attention, **knobs}))

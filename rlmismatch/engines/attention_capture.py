@@ -5,6 +5,7 @@ tensors, by name, in global head order and the dtype that attention saw:
 
     layers.I.q [T, Hq, D]  layers.I.k, layers.I.v [T, Hkv, D]  layers.I.out [T, Hq, D]
     backward/...           see `megatron_attention` (trainer)
+    backend/...            see `attention_candidates`
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import Final
 
 import torch
 
+from rlmismatch.attention_policies import Operands
+from rlmismatch.engines import attention_candidates, attention_knobs
+from rlmismatch.engines.protocol import SideConfig
 from rlmismatch.pins.collectives import TpGroup
 
 MAX_TOKENS: Final = 512  # per layer kept: 512 tokens of Qwen3-8B's heads are 12 MB
@@ -47,3 +51,13 @@ def joined(own: Mapping[str, torch.Tensor], tp: TpGroup, *, kv_copies: int) -> d
         ranks = tp.gathered(x_THD)
         out[name] = torch.cat(ranks[::kv_copies] if name.endswith((".k", ".v")) else ranks, dim=1).cpu()
     return out
+
+
+def try_candidates(config: SideConfig, seen: Seen, *, rank: int, scale: float) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """What other backends make of the first layer's operands of this rank's heads, and of synthetic ones; rank 0 alone tries."""
+    if rank != 0:
+        return {}, []
+    q, k, v = (seen.tensors[f"layers.0.{name}"] for name in ("q", "k", "v"))
+    given = {f"{len(q)} captured tokens": Operands(q_THD=q, k_THD=k, v_THD=v, scale=scale)}
+    given |= attention_candidates.synthetic(q.device, q.dtype)
+    return attention_candidates.measure(attention_knobs.wanted_candidates(config), given)

@@ -17,6 +17,7 @@ import torch
 from rlmismatch.checkpoint import Checkpoint, digest
 from rlmismatch.contract import Reading
 from rlmismatch.engines import (
+    attention_knobs,
     gemm_flags,
     gemm_knobs,
     gradient_knobs,
@@ -107,6 +108,7 @@ class MegatronEngine:
                 chain=logprob_knobs.chain_of(config),
                 head=self._head_settings(),
                 cp=declared,
+                attention=attention_knobs.resolve(config).policy,
             ),
             self.shard,
         )
@@ -154,7 +156,8 @@ class MegatronEngine:
         if arm.probe == "logits":
             result.boundaries = megatron_probe.probe(self, seen, scores, sequences)
         if arm.probe == "attention":
-            result.boundaries = megatron_attention.probe(self, seen)
+            result.boundaries, notes = megatron_attention.probe(self, seen)
+            result.notes += notes
         if operands is not None:
             interpreted = self.config.device == "cpu" and self.config.impl == "triton"
             result.boundaries = alone | megatron_gemm_probe.replay(self, operands, sequences, interpreted=interpreted)

@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from rlmismatch.contract import read
-from rlmismatch.engines.attention_capture import Seen, joined, layers_kept
+from rlmismatch.engines.attention_capture import Seen, joined, layers_kept, try_candidates
+from rlmismatch.engines.attention_knobs import BACKWARD
 from rlmismatch.engines.megatron_evidence import Fields, by_table, dtype_of, forward_only
 from rlmismatch.engines.megatron_model import causal_mask
+from rlmismatch.kernels import attention
+from rlmismatch.kernels.attention import reference as attention_fp64
+from rlmismatch.kernels.attention_backward import causal_backward
 from rlmismatch.pins.hooks import Patch, installed
 
 if TYPE_CHECKING:
@@ -51,27 +55,47 @@ def watching(engine: MegatronEngine) -> Iterator[Seen]:
         yield seen
 
 
-def probe(engine: MegatronEngine, seen: Seen) -> dict[str, torch.Tensor]:
-    """The tensors of `attention_capture`, and where one rank holds the whole sequence ``backward/...``. Collective."""
+def probe(engine: MegatronEngine, seen: Seen) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The tensors of `attention_capture`, where one rank holds the whole sequence with ``backward/...``; and notes. Collective."""
     out = joined(seen.tensors, engine.tp, kv_copies=max(1, engine.tp.size // engine.model.num_kv_heads))
     if engine.cp.size == 1:
         for layer in layers_kept(engine.model.num_layers):
             out |= _backward(engine, seen, layer)
-    return out
+    tried, notes = try_candidates(engine.config, seen, rank=engine.tp.rank, scale=engine.ops.shape.softmax_scale)
+    return {**out, **tried}, notes
 
 
 def _backward(engine: MegatronEngine, seen: Seen, layer: int) -> dict[str, torch.Tensor]:
-    """``backward/native/layers.I.dq`` (dk, dv) -> float64 [5], its FACTS: |error| against float64, mean |exact|, slope of the gradient over
-    the exact one, and whether three runs gave the same bits. Collective."""
+    """``backward/SOURCE/layers.I.dq`` (dk, dv) -> float64 [5], its FACTS: |error| against float64, mean |exact|, slope of the gradient over
+    the exact one, and whether three runs gave the same bits. Collective.
+
+    SOURCE: ``native``; ``pin`` (our backward from our forward's out and lse); ``pin from native`` (our backward from the native forward's
+    out and the float64 lse, rounded: Megatron's own attention exports none). The knob backward_backend leaves one of native and pin.
+    """
     core = engine.gpt.decoder.layers[layer].self_attention.core_attention
     qkv = tuple(seen.tensors[f"layers.{layer}.{name}"] for name in ("q", "k", "v"))
     dout_THD = fixed_dout(engine, qkv[0])
-    runs = [_native_gradients(engine, core, qkv, dout_THD) for _ in range(REPEATS)]
-    exact = exact_gradients(qkv, dout_THD, scale=engine.ops.shape.softmax_scale)
+    scale, impl = engine.ops.shape.softmax_scale, engine.config.impl
+    bounds = [0, len(dout_THD)]
+    exact = exact_gradients(qkv, dout_THD, scale=scale)
+    ours = attention.causal(*qkv, bounds, scale=scale, impl=impl)
+    _, lse_HT = attention_fp64.causal(*qkv, bounds, scale=scale, out_dtype=torch.float64)
+    theirs = seen.tensors[f"layers.{layer}.out"]
+    sources: dict[str, Callable[[], Sequence[torch.Tensor]]] = {
+        "native": lambda: _native_gradients(engine, core, qkv, dout_THD),
+        "pin": lambda: causal_backward(*qkv, *ours, dout_THD, bounds, scale=scale, impl=impl)[:3],  # type: ignore[return-value]
+        "pin from native": lambda: causal_backward(*qkv, theirs, lse_HT.float(), dout_THD, bounds, scale=scale, impl=impl)[:3],  # type: ignore[return-value]
+    }
+    asked = engine.config.knobs.get(BACKWARD)
+    left_out = {"native": ("pin", "pin from native"), "triton": ("native",)}.get(str(asked), ())
     out = {}
-    for i, name in enumerate(GRADIENTS):
-        repeats = all(torch.equal(run[i], runs[0][i]) for run in runs[1:])
-        out[f"backward/native/layers.{layer}.{name}"] = _facts(engine, runs[0][i], exact[i], repeats)
+    for source, gradients in sources.items():
+        if source in left_out:
+            continue
+        runs = [gradients() for _ in range(REPEATS)]
+        for i, name in enumerate(GRADIENTS):
+            repeats = all(torch.equal(run[i], runs[0][i]) for run in runs[1:])
+            out[f"backward/{source}/layers.{layer}.{name}"] = _facts(engine, runs[0][i], exact[i], repeats)
     return out
 
 

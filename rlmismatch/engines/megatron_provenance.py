@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
+from rlmismatch.engines import attention_knobs
 from rlmismatch.engines.megatron_evidence import core_version, dtype_of
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def provenance(engine: MegatronEngine) -> dict[str, Any]:
         "config": {name: getattr(config, name) for name in _SWITCHES},
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "env": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+        "attention_candidates": attention_knobs.candidate_facts(engine.config),
         "plants": {name: plant.what for name, plant in engine.plants.items()},
     }
 

@@ -13,7 +13,15 @@ import torch
 import torch.distributed as dist
 
 from rlmismatch.contract import not_applicable, read, unknown
-from rlmismatch.engines import gradient_trials, megatron_attention, megatron_cp, megatron_plants, megatron_readings_gemm, megatron_trials
+from rlmismatch.engines import (
+    attention_knobs,
+    gradient_trials,
+    megatron_attention,
+    megatron_cp,
+    megatron_plants,
+    megatron_readings_gemm,
+    megatron_trials,
+)
 from rlmismatch.engines.megatron_evidence import (
     Fields,
     by_table,
@@ -39,10 +47,8 @@ def read_all(engine: MegatronEngine) -> dict[str, Fields]:
         "gemm.wgrad_accumulate": gradient_trials.wgrad_accumulate(engine),
         **attention_readings(engine),
         "attention.merge_order": megatron_cp.merge_readings(engine),
-        "attention.precision": _attention_precision(engine),
-        "attention.backend_reuse": fill(
-            not_applicable("no other backend was asked to stand in"), "backend_candidate", "library_version", "backend_capability"
-        ),
+        "attention.precision": attention_knobs.held_precision(engine.config, _attention_precision(engine)),
+        "attention.backend_reuse": attention_knobs.capability_readings(engine.config, engine.device),
         "attention.backward": megatron_attention.backward_readings(engine),
         **logprob_family(engine),
         "model.weights": {

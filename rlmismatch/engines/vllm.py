@@ -22,6 +22,7 @@ import torch.distributed as dist
 from rlmismatch.checkpoint import Checkpoint
 from rlmismatch.contract import Reading
 from rlmismatch.engines import (
+    attention_knobs,
     gemm_flags,
     gemm_knobs,
     logprob_knobs,
@@ -141,7 +142,7 @@ class VllmEngine:
         recorder = Recorder()
         switch = OpSwitch(active=arm.pins, probe=hook_probe(arm.probe), recorder=recorder)
         knobs = vllm_knobs.resolve(self.config, arm.settings, self._live)
-        pins = VllmPins(self._live, impl=self.config.impl, switch=switch, way=knobs.way)
+        pins = VllmPins(self._live, impl=self.config.impl, switch=switch, way=knobs.way, policy=attention_knobs.resolve(self.config).policy)
         result = ArmResult(arm=arm)
         began = (Counter(self._collectives.calls), Counter(self._collectives.steps))
         calls = vllm_compile.PathCalls(switch.calls)
@@ -163,7 +164,8 @@ class VllmEngine:
         result.local = recorder.local_errors(self._host_group) if arm.probe == "local" else []
         result.boundaries = pins.boundaries(self._host_group) if boundary else {}
         if arm.probe == "attention":
-            result.boundaries = vllm_attention_capture.probe(self._live, seen)
+            result.boundaries, notes = vllm_attention_capture.probe(self._live, self.config, seen)
+            result.notes += notes
         if arm.probe == "logits":
             result.boundaries = vllm_probe.probe(self._live, seen, result.scores["prefill"], sequences, self.config.impl)
         if operands is not None:

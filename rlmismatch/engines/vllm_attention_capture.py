@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from rlmismatch.engines.attention_capture import Seen, joined, layers_kept
+from rlmismatch.engines.attention_capture import Seen, joined, layers_kept, try_candidates
+from rlmismatch.engines.protocol import SideConfig
 from rlmismatch.pins.hooks import Patch, installed
 from rlmismatch.pins.vllm_live import LiveModel
 
@@ -42,6 +43,9 @@ def watching(live: LiveModel) -> Iterator[Seen]:
         yield seen
 
 
-def probe(live: LiveModel, seen: Seen) -> dict[str, torch.Tensor]:
-    """The tensors of `attention_capture`. Collective."""
-    return joined(seen.tensors, live.tp, kv_copies=live.kv_copies)
+def probe(live: LiveModel, config: SideConfig, seen: Seen) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The tensors of `attention_capture`, and notes. Collective."""
+    out = joined(seen.tensors, live.tp, kv_copies=live.kv_copies)
+    scale = float(seen.tensors["layers.0.q"].shape[-1] ** -0.5)
+    tried, notes = try_candidates(config, seen, rank=live.tp.rank, scale=scale)
+    return {**out, **tried}, notes

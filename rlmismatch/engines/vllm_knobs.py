@@ -8,7 +8,7 @@ from typing import Any, Final, cast
 
 import torch
 
-from rlmismatch.engines import vllm_compile
+from rlmismatch.engines import attention_knobs, vllm_compile
 from rlmismatch.engines.gemm_flags import PREFIX as GEMM
 from rlmismatch.engines.logprob_knobs import PREFIX, Outcome, applied, asked, chain_of, chain_outcomes, merge_order, unsupported
 from rlmismatch.engines.protocol import SideConfig
@@ -53,6 +53,7 @@ def resolve(config: SideConfig, extra: Mapping[str, Any], live: LiveModel) -> Ro
         rows = {"full_prefill": None, "chunked": config.chunk_size, "last_token_only": 1}[str(values["materialization"])]
         out[PREFIX + "materialization"] = applied(values["materialization"], "rows of the head's GEMM; steps are as each path has them")
     out |= vllm_compile.outcomes(config)
+    out |= attention_knobs.resolve(config).outcomes
     unknown = {k: v for k, v in {**config.knobs, **extra}.items() if k not in out and "." in k and not k.startswith(GEMM)}
     out |= {k: unsupported(v, None, "not a knob of the rollout") for k, v in unknown.items()}
     return RolloutKnobs(chain=chain, way=way, head_dtype=head_dtype, head_rows=rows, outcomes=out)

@@ -206,6 +206,9 @@ PLANTS: Final[Mapping[str, RolloutPlant]] = {
         refuse=lambda config, model: "one rank has nothing to sum" if config.tp == 1 else None,
         says={("gemm.forward_reduce", "acc_dtype"): "bfloat16"},
     ),
+    "auto_split_under_invariance_claim": RolloutPlant(
+        what="the backend that is to stand in splits a decode step's keys by load; the trial of it (attention_candidates.py) puts it in"
+    ),
     "pad_rows_included": RolloutPlant(what="the padded rows are counted in the denominator", apply=faults.pad_rows_included),
     "shard_gap": RolloutPlant(what="a row of the head belongs to no rank", apply=faults.shard_gap),
     "shard_overlap": RolloutPlant(what="a row of the head belongs to two ranks", apply=faults.shard_overlap),

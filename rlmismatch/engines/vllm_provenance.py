@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rlmismatch.engines import attention_knobs
 from rlmismatch.engines.vllm_site import Site, attention_backends, block_size, dtype_name, forward_method, gemm_library, is_eager, version
 
 
@@ -78,5 +79,6 @@ def provenance(site: Site) -> dict[str, Any]:
         "eager": is_eager(site.vllm_config.compilation_config),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "env": {name: os.environ[name] for name in environment if name in os.environ},
+        "attention_candidates": attention_knobs.candidate_facts(site.config),
         "plants": dict(site.plants),
     }

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rlmismatch.contract import not_applicable, read
-from rlmismatch.engines import vllm_trials
+from rlmismatch.engines import attention_knobs, vllm_trials
 from rlmismatch.engines.vllm_site import (
     Fields,
     Site,
@@ -40,10 +40,8 @@ def attention_readings(site: Site) -> dict[str, Fields]:
         "attention.merge_order": fill(
             "global_block_index acc_dtype merge_order cp_partition cp_comm_type split_kv_policy engine", not_applicable("CP1, one split")
         ),
-        "attention.precision": _attention_precision(site),
-        "attention.backend_reuse": fill(
-            "backend_candidate library_version backend_capability", not_applicable("no other backend was asked to stand in")
-        ),
+        "attention.precision": attention_knobs.held_precision(site.config, _attention_precision(site)),
+        "attention.backend_reuse": attention_knobs.capability_readings(site.config, site.live.inv_freq.device),
     }
 
 

@@ -24,6 +24,7 @@ from rlmismatch.kernels.norm import reference as norm_fp64
 from rlmismatch.kernels.reduce import reference as reduce_fp64
 from rlmismatch.kernels.rope import reference as rope_fp64
 from rlmismatch.kernels.swiglu import reference as swiglu_fp64
+from rlmismatch.pins import attention_policy
 from rlmismatch.pins.hooks import OpSwitch, Patch, Split
 from rlmismatch.pins.logprob_ways import blocks, comparable
 from rlmismatch.pins.megatron_logprob import HeadInput, HeadSettings, LossSettings, VocabShard, exact_logprob, merged_logprob, native_loss
@@ -369,6 +370,8 @@ class TrainerOps:
                     return out_THD.flatten(1)[:, None]
 
                 def pinned() -> torch.Tensor:
+                    if self.shape.attention is not None:
+                        return packed(cp.attend(attention_policy.paged, *qkv, scale=scale, policy=self.shape.attention))
                     if cp.size > 1:
                         return packed(cp.attend(attention.paged, *qkv, scale=scale, impl=self.shape.impl))
                     return packed(attention.causal(*qkv, bounds, scale=scale, impl=self.shape.impl).out_THD)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rlmismatch.attention_policies import Policy
 from rlmismatch.pins.collectives import TpGroup
 from rlmismatch.pins.context_parallel import ContextParallel
 from rlmismatch.pins.megatron_logprob import HeadSettings, Impl
@@ -26,6 +27,7 @@ class TrainerShape:
     chain: Chain  # what the run asks to be done to the logits
     head: HeadSettings = HeadSettings()  # noqa: RUF009 - frozen
     cp: ContextParallel = ContextParallel()  # noqa: RUF009 - frozen
+    attention: Policy | None = None  # arithmetic of the pin attention; None: the kernel's own
 
     @property
     def softmax_scale(self) -> float:

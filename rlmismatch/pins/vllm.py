@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from rlmismatch.attention_policies import Policy
 from rlmismatch.kernels import gemm, norm, reduce, rope, swiglu
 from rlmismatch.kernels.gemm import reference as gemm_fp64
 from rlmismatch.kernels.norm import reference as norm_fp64
@@ -35,17 +36,21 @@ Native = Callable[..., torch.Tensor]
 class VllmPins:
     """The hooks of one arm."""
 
-    def __init__(self, live: LiveModel, *, impl: gemm.Impl, switch: OpSwitch, way: Way = NATIVE_WAY) -> None:
+    def __init__(self, live: LiveModel, *, impl: gemm.Impl, switch: OpSwitch, way: Way = NATIVE_WAY, policy: Policy | None = None) -> None:
         self._live = live
         self._impl = impl
         self._switch = switch
         self._logprob = LogprobOp(live, impl=impl, switch=switch, way=way)
         self._cache = PagedCache()
+        self._policy = policy
 
     def patches(self) -> tuple[Patch, ...]:
         """What the arm needs to hook: the active pins' operations, all of them under a probe, the log-prob for its knob."""
         logprob = self._logprob.patches()
         return (*self._switch.hooks(self._all()), *(logprob if self._logprob.way != NATIVE_WAY else self._switch.hooks(logprob)))
+
+    def _attention(self, layer: Any, boundary: str) -> tuple[Patch, ...]:
+        return attention_patches(layer, boundary, impl=self._impl, switch=self._switch, cache=self._cache, policy=self._policy)
 
     def boundaries(self, group: torch.distributed.ProcessGroup | None) -> dict[str, torch.Tensor]:
         """The recorder's boundaries in canonical layout: the head's rows of one prefill joined to [T, V]. Collective."""
@@ -63,7 +68,7 @@ class VllmPins:
                 self._norm(layer.input_layernorm, f"{name}.input_norm"),
                 self._column(attn.qkv_proj, f"{name}.qkv", self._split_qkv(name, attn)),
                 *self._qk_norm(attn, name),
-                *attention_patches(attn.attn, f"{name}.attention", impl=self._impl, switch=self._switch, cache=self._cache),
+                *self._attention(attn.attn, f"{name}.attention"),
                 self._row(attn.o_proj, f"{name}.o_proj"),
                 self._norm(layer.post_attention_layernorm, f"{name}.post_attention_norm"),
                 self._column(mlp.gate_up_proj, f"{name}.gate_up", self._split_gate_up(name)),

@@ -7,9 +7,11 @@ from typing import Any, Final
 
 import torch
 
+from rlmismatch.attention_policies import Policy
 from rlmismatch.errors import EnvironmentUnfitError
 from rlmismatch.kernels import attention
 from rlmismatch.kernels.attention import reference as attention_fp64
+from rlmismatch.pins import attention_policy
 from rlmismatch.pins.hooks import OpSwitch, Patch
 
 # Instruction sets of vLLM's CPU attention whose KV cache holds K transposed and V plain (seen). Others pack K in ways of their own.
@@ -66,8 +68,13 @@ class PagedCache:
         return update
 
 
-def attention_patches(layer: Any, boundary: str, *, impl: attention.Impl, switch: OpSwitch, cache: PagedCache) -> tuple[Patch, ...]:
-    """The hooks of one attention layer. vLLM hands the output buffer in, and K and V through the cache."""
+def attention_patches(
+    layer: Any, boundary: str, *, impl: attention.Impl, switch: OpSwitch, cache: PagedCache, policy: Policy | None = None
+) -> tuple[Patch, ...]:
+    """The hooks of one attention layer. vLLM hands the output buffer in, and K and V through the cache.
+
+    policy: arithmetic that a knob asks of the pin; None: the kernel's own.
+    """
 
     def make(native: Callable[..., Any]) -> Callable[..., Any]:
         def forward(
@@ -91,10 +98,15 @@ def attention_patches(layer: Any, boundary: str, *, impl: attention.Impl, switch
                 lengths = attn_metadata.seq_lens[: len(bounds) - 1].tolist()
                 return (q_THD, *cache.views(layer, kv_cache), attn_metadata.block_table[: len(lengths)], bounds, lengths)
 
+            def pinned() -> torch.Tensor:
+                if policy is not None:
+                    return attention_policy.paged(*operands(), scale=scale, policy=policy)[0]
+                return attention.paged(*operands(), scale=scale, impl=impl).out_THD
+
             out_THD = switch.run(
                 "attention",
                 native=native_op,
-                pinned=lambda: attention.paged(*operands(), scale=scale, impl=impl).out_THD,
+                pinned=pinned,
                 exact=lambda: attention_fp64.paged(*operands(), scale=scale, out_dtype=torch.float64)[0],
                 parts=lambda out: {boundary: out},
                 split="columns",

@@ -21,6 +21,8 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "gemm, knobs": ("gemm", (*BASE, *TP2, "--kernel", "triton", "--forward-reduce", "rank_order")),
     "attention": ("attention", BASE),
     "attention, knobs": ("attention", (*BASE, "--attention", "off", "--rope", "unfused_fp32")),
+    "attention, rounded": ("attention", (*BASE, *TP2, "--accum-dtype", "bf16", "--backend-candidate", "sdpa")),
+    "attention, rounded on one side": ("attention", (*BASE, "--rollout.downcast-at", "per_block", "--backend-candidate", "flashinfer")),
     "attention, cp2": (
         "attention",
         (*BASE, *TP2, "--sp", "--cp", "2", "--cp-partition", "contiguous", "--waive", "attention.provenance:context_parallel_size"),
@@ -144,3 +146,35 @@ def test_attention_under_context_parallelism(name: str, runs: Mapping[str, Futur
     assert waived == {"attention.provenance:context_parallel_size", *merge}
     assert any("attention is ours (the pin) in every arm" in note for note in done.report["notes"])
     assert next(side["cp"] for side in done.report["header"]["sides"] if side["side"] == "trainer") == 2
+
+
+@pytest.mark.parametrize("name", ["attention, rounded"])
+def test_the_pins_arithmetic_is_turned_on_both_sides_and_still_closes(name: str, runs: Mapping[str, Future[Done]]) -> None:
+    """Rounded running sums lie at absolute positions: prefill, chunks and decode, and both engines, give one number."""
+    done = runs[name].result()
+    closed(done)
+    asked = {"attention.accum_dtype": "bf16", "attention.backend_candidate": "sdpa"}
+    assert knobs(done) == on_both_sides(**asked)
+    assert rows(done)["attention.precision"]["status"] == "pinned"
+    readings = {(c["axis"], c["field"]): c for c in done.report["contract"]}
+    assert readings["attention.precision", "accum_dtype"]["trainer"]["value"] == "bfloat16"
+    assert readings["attention.backend_reuse", "backend_capability"]["outcome"] == "equal"
+    measured = {(m["side"], m["what"]): m for m in done.report["measures"] if m["axis"].startswith("attention.")}
+    # What ran in every arm is named by its roundings.
+    for side in ("trainer", "rollout"):
+        ran = {what for s, what in measured if s == side}
+        named = [what for what in ran if what.startswith("explained best by")]
+        assert named == ["explained best by: scores float32, probabilities float32, a cast per 16 keys"]
+        assert {f"sdpa, {form}: mean error over mean size" for form in ("full", "chunked", "decode")} <= ran
+
+
+@pytest.mark.parametrize("name", ["attention, rounded on one side"])
+def test_the_pins_arithmetic_on_one_side_breaks_the_contract(name: str, runs: Mapping[str, Future[Done]]) -> None:
+    done = runs[name].result().exits(4)
+    said = {(r["axis"], r["text"].split(" ")[0]) for r in done.reasons if r["kind"] == "contract"}
+    assert ("attention.precision", "downcast_at") in said
+    assert ("attention.backend_reuse", "backend_capability") in said  # FlashInfer is not here: what it can do is not known
+    refused = [k for k in done.report["knobs"] if k["knob"] == "attention.backend_candidate"]
+    assert {(k["side"], k["status"], k["reason"]) for k in refused} == {
+        (side, "unsupported", "FlashInfer needs a GPU") for side in ("trainer", "rollout")
+    }

@@ -474,6 +474,13 @@ CASES: Final[tuple[Case, ...]] = (
         says="logits of other rows, [-1, 3] away on the rollout",
     ),
     Case(
+        plant="auto_split_under_invariance_claim",
+        side="rollout",
+        word="CONTRACT",
+        axis="attention.backend_reuse",
+        says="and full, chunked, decode; repeatable; not batch invariant on the rollout",
+    ),
+    Case(
         plant="dk_scaled",
         side="trainer",
         word="DEFECT",
