@@ -73,18 +73,21 @@ def _backward(engine: MegatronEngine, seen: Seen, layer: int) -> dict[str, torch
     out and the float64 lse, rounded: Megatron's own attention exports none). The knob backward_backend leaves one of native and pin.
     """
     core = engine.gpt.decoder.layers[layer].self_attention.core_attention
-    qkv = tuple(seen.tensors[f"layers.{layer}.{name}"] for name in ("q", "k", "v"))
-    dout_THD = fixed_dout(engine, qkv[0])
-    scale, impl = engine.ops.shape.softmax_scale, engine.config.impl
-    bounds = [0, len(dout_THD)]
-    exact = exact_gradients(qkv, dout_THD, scale=scale)
-    ours = attention.causal(*qkv, bounds, scale=scale, impl=impl)
-    _, lse_HT = attention_fp64.causal(*qkv, bounds, scale=scale, out_dtype=torch.float64)
-    theirs = seen.tensors[f"layers.{layer}.out"]
+    q, k, v, theirs = (seen.tensors[f"layers.{layer}.{name}"] for name in ("q", "k", "v", "out"))
+    scale, impl, bounds = engine.ops.shape.softmax_scale, engine.config.impl, [0, len(q)]
+    dout_THD = fixed_dout(engine, q)
+    exact = exact_gradients((q, k, v), dout_THD, scale=scale)
+    ours = attention.causal(q, k, v, bounds, scale=scale, impl=impl)
+    lse_HT = attention_fp64.causal(q, k, v, bounds, scale=scale, out_dtype=torch.float64)[1].float()
+
+    def pinned(out_THD: torch.Tensor, lse_HT: torch.Tensor) -> Sequence[torch.Tensor]:
+        grads = causal_backward(q, k, v, out_THD, lse_HT, dout_THD, bounds, scale=scale, impl=impl)
+        return grads.dq_THD, grads.dk_THD, grads.dv_THD
+
     sources: dict[str, Callable[[], Sequence[torch.Tensor]]] = {
-        "native": lambda: _native_gradients(engine, core, qkv, dout_THD),
-        "pin": lambda: causal_backward(*qkv, *ours, dout_THD, bounds, scale=scale, impl=impl)[:3],  # type: ignore[return-value]
-        "pin from native": lambda: causal_backward(*qkv, theirs, lse_HT.float(), dout_THD, bounds, scale=scale, impl=impl)[:3],  # type: ignore[return-value]
+        "native": lambda: _native_gradients(engine, core, (q, k, v), dout_THD),
+        "pin": lambda: pinned(ours.out_THD, ours.lse_HT),
+        "pin from native": lambda: pinned(theirs.contiguous(), lse_HT),
     }
     asked = engine.config.knobs.get(BACKWARD)
     left_out = {"native": ("pin", "pin from native"), "triton": ("native",)}.get(str(asked), ())

@@ -131,7 +131,7 @@ def merge_readings(engine: MegatronEngine) -> Fields:
             "merge_order": documented("ascending global block index", ours),
             "cp_partition": partition,
             "cp_comm_type": read("all_gather", "ContextParallelAttention.forward"),
-            "split_kv_policy": documented(f"tiles of {attention.KV_TILE} tokens", ours),
+            "split_kv_policy": documented(f"splits of {attention.SPLIT} tokens", ours),
             "engine": read(type(core).__name__, "type(core_attention)"),
         }
     return _te_merge_readings(core, partition)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from rlmismatch.engines.protocol import ArmResult
+from rlmismatch.kernels.attention import SPLIT
 from rlmismatch.pins.spec import boundary_names
 from tests.cli_runs import ROOT, TINY
 from tests.engines import megatron_cp_runs
@@ -85,7 +86,7 @@ def test_the_contract_says_how_the_sequence_is_shared(runs: Mapping[str, Any], s
         "merge_order": "ascending global block index",
         "cp_partition": "contiguous" if setup == "contiguous" else "zigzag",
         "cp_comm_type": "all_gather",
-        "split_kv_policy": "tiles of 64 tokens",
+        "split_kv_policy": f"splits of {SPLIT} tokens",
         "engine": "ContextParallelAttention",
     }
     assert runs[setup]["readings"]["attention.provenance"]["context_parallel_size"].value == (4 if setup == "cp4" else 2)
