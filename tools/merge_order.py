@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -49,8 +50,14 @@ def _run(nproc: int, setting: dict[str, str], *, cpu: bool) -> dict[str, Any]:
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
-        return {**setting, "error": done.stderr.strip().splitlines()[-1:] or "no output"}
+        return {**setting, "error": _reason(done.stderr)}
     return {**setting, **json.loads(lines[-1])}
+
+
+def _reason(stderr: str) -> str:
+    """The last line that names an error; torchrun's own frame comes after it."""
+    named = [line.strip() for line in stderr.splitlines() if re.search(r"\b\w*Error: |NCCL WARN|invalid usage", line)]
+    return named[-1] if named else "no output"
 
 
 def _worker() -> None:
