@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -29,11 +28,13 @@ _SENT_LOW, _SENT_FLOAT32 = 2.0**-8, 2.0**-20
 _FLOAT32_GEMM: Final = 1e-4  # a float32 dW over some 1e4 tokens
 _ROUNDED_DW: Final[Mapping[str, float]] = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": _FLOAT32_GEMM}
 _WAY_WORDS: Final[Mapping[str, str]] = {
-    "fused": "fused into the GEMM",
-    "explicit_rounded": "explicit, dW rounded to {dtype}",
-    "explicit_fp32": "explicit, dW in float32",
-    "bf16_main_grad": "explicit, main_grad in bfloat16",
+    "fused": "fused",
+    "explicit_rounded": "explicit, dW in {dtype}",
+    "explicit_fp32": "explicit fp32",
+    "bf16_main_grad": "kept in bf16",
 }
+_SHORT: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_UNIT: Final = "rel. L2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,31 +253,18 @@ def _sums(found: Gradients, tp: int, dtype: str) -> Iterator[MeasureRow]:
     total = torch.stack(list(layers.values())).sum(dim=0)
     worst = max(layers, key=lambda name: _relative(layers[name], 3, 4))
     unequal = f"of {int(total[0])} in {len(layers)} layers"
-    yield MeasureRow(
-        axis=axis,
-        side="trainer",
-        what="dX: the engine's sum against rank order, unequal",
-        value=float(total[1]),
-        unit="elements",
-        note=unequal,
-    )
-    yield MeasureRow(
-        axis=axis,
-        side="trainer",
-        what="dX: balanced tree against rank order, unequal",
-        value=float(total[2]),
-        unit="elements",
-        note=unequal,
-    )
+    for what, index in (("engine", 1), ("balanced tree", 2)):
+        yield MeasureRow(
+            axis=axis, side="trainer", what=f"dX unlike rank order: {what}", value=float(total[index]), unit="elements", note=unequal
+        )
     limit = (tp - 1) * (_SENT_FLOAT32 if dtype == "float32" else _SENT_LOW)
     rows = (
-        ("the engine's sum", 4, _relative(layers[worst], 3, 4), limit, f"worst layer, {worst}"),
-        ("rank order", 5, _relative(total, 3, 5), None, "all layers"),
-        ("balanced tree", 6, _relative(total, 3, 6), None, "all layers"),
+        ("engine", _relative(layers[worst], 3, 4), limit, f"worst layer, {worst}"),
+        ("rank order", _relative(total, 3, 5), None, "all layers"),
+        ("balanced tree", _relative(total, 3, 6), None, "all layers"),
     )
-    for what, _, value, most, note in rows:
-        words = f"dX: {what} against float64, relative L2"
-        yield MeasureRow(axis=axis, side="trainer", what=words, value=value, unit="", limit=most, note=note)
+    for what, value, most, note in rows:
+        yield MeasureRow(axis=axis, side="trainer", what=f"dX off float64: {what}", value=value, unit=_UNIT, limit=most, note=note)
 
 
 def _relative(sums: torch.Tensor, size: int, error: int) -> float:
@@ -289,21 +277,14 @@ def _propagated(found: Gradients) -> Iterator[MeasureRow]:
     moved = {name: _Statistics(values=v) for name, v in found.named("order").items()}
     every = frozenset(found.players)
     released = found.sets.get(every - {"dgrad_reduce"}) if "dgrad_reduce" in every else None
-    for words, statistics in (("with the engine's operations", moved), ("with pinned operations", released)):
+    for words, statistics in (("native ops", moved), ("pinned ops", released)):
         if not statistics:
             continue
-        first = _Statistics.joined(s for name, s in statistics.items() if re.match(r"model\.layers\.0\.", name))
+        first = _Statistics.joined(s for name, s in statistics.items() if name.startswith("model.layers.0."))
         whole = _Statistics.joined(statistics.values())
-        yield MeasureRow(
-            axis=axis, side="trainer", what=f"order of dX moves layer 0's gradient, {words}, relative L2", value=first.relative, unit=""
-        )
-        yield MeasureRow(
-            axis=axis,
-            side="trainer",
-            what=f"order of dX moves the gradient norm, {words}, relative",
-            value=abs(whole.norm - whole.pinned_norm) / whole.pinned_norm,
-            unit="",
-        )
+        norm = abs(whole.norm - whole.pinned_norm) / whole.pinned_norm
+        yield MeasureRow(axis=axis, side="trainer", what=f"layer 0 moved by dX's order, {words}", value=first.relative, unit=_UNIT)
+        yield MeasureRow(axis=axis, side="trainer", what=f"norm moved by dX's order, {words}", value=norm, unit="of itself")
 
 
 def _ways(found: Gradients, dtype: str) -> Iterator[MeasureRow]:
@@ -319,16 +300,16 @@ def _ways(found: Gradients, dtype: str) -> Iterator[MeasureRow]:
         yield MeasureRow(
             axis=axis,
             side="trainer",
-            what=f"main_grad {_WAY_WORDS[way].format(dtype=dtype)}, against float64, relative L2",
+            what=f"main_grad off float64: {_WAY_WORDS[way].format(dtype=_SHORT[dtype])}",
             value=_relative(layers[worst], 1, 2),
-            unit="",
+            unit=_UNIT,
             limit=limits.get(way),
             note=f"worst of {len(layers)} layers, {worst}; a first step of Adam moves by {_relative(layers[worst], 3, 4):.2g} of itself",
         )
     if "stays" in found.result.boundaries:
         low, wide = found.result.boundaries["stays"].tolist()
         note = f"in float32 it is {wide:g}: the gap hides until microbatch 2"
-        yield MeasureRow(axis=axis, side="trainer", what="256, then 1 in microbatch 2: a bfloat16 main_grad", value=low, unit="", note=note)
+        yield MeasureRow(axis=axis, side="trainer", what="256 + 1 at microbatch 2, bf16 main_grad", value=low, unit="", note=note)
 
 
 def controls(evidence: Evidence, book: ScoreBook) -> tuple[ControlRow, ...]:

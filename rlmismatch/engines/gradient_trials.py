@@ -54,7 +54,7 @@ def _order(engine: MegatronEngine) -> tuple[Reading, Reading]:
     engine.gradient_buffers.zero()
     parts = tp.gathered(dy_SBN.matmul(weight))
     mine = [part.chunk(tp.size)[tp.rank] for part in parts] if engine.config.sp else parts
-    own = _explained(dx_sBH.detach().flatten(), [part.flatten() for part in mine], sp=engine.config.sp)
+    own = explained(dx_sBH.detach().flatten(), [part.flatten() for part in mine], sp=engine.config.sp)
     ranks: list[Any] = [None] * tp.size
     dist.all_gather_object(ranks, own, group=tp.group)
     if None in ranks:
@@ -67,7 +67,7 @@ def _order(engine: MegatronEngine) -> tuple[Reading, Reading]:
     return read("; ".join(orders), source), read(one_value(dtype for _, dtype in ranks), source)
 
 
-def _explained(got: torch.Tensor, parts: list[torch.Tensor], *, sp: bool) -> tuple[str, str] | None:
+def explained(got: torch.Tensor, parts: list[torch.Tensor], *, sp: bool) -> tuple[str, str] | None:
     """(order, dtype) of the first candidate family that gives every element of `got`; (.., "none") if it is no sum; None if unknown."""
     exact = torch.stack([p.double() for p in parts]).sum(dim=0)
     if not float((got.double() - exact).norm()) <= _NO_SUM * float(exact.norm()):

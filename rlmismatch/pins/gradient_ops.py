@@ -1,8 +1,7 @@
 """The gradients of the pinned operations: each rounded once, each the same at every tensor-parallel size.
 
 A rounding inside a pinned forward (behind the norm, in front of its weight) is passed through: its derivative is taken as 1. What has no
-kernel of its own is float64 inside. Shapes, per rank: S sequence, B = 1 batch, T tokens, N and K the sides of a GEMM, H heads, D head
-dim, I ffn.
+kernel of its own is float64 inside. T tokens, V rows of a vocabulary, H hidden, I ffn.
 """
 
 from __future__ import annotations
@@ -66,33 +65,6 @@ def swiglu_packed(dy: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     dy, sigmoid = dy.double(), torch.sigmoid(gate)
     silu = gate * sigmoid
     return round_once(torch.cat([dy * up * (sigmoid + silu * (1 - sigmoid)), dy * silu], dim=-1), gate_up.dtype)
-
-
-def causal_attention(
-    dout_THD: torch.Tensor, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq [T, Hq, D], dk, dv [T, Hkv, D]) of causal attention over one sequence, in the operands' dtype.
-
-    A KV head's gradient adds the query heads that share it in ascending order of its float64 product; query heads are walked one KV head at
-    a time, so that memory is that of one head's scores. Softmax backward: ds = p * (dp - sum(dp * p)), as in FlashAttention (Dao, 2022).
-    """
-    tokens, q_heads, _ = q_THD.shape
-    kv_heads = k_THD.shape[1]
-    group = q_heads // kv_heads
-    hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=q_THD.device).triu(1)
-    grads: tuple[list[torch.Tensor], ...] = ([], [], [])
-    for head in range(kv_heads):
-        own = slice(head * group, (head + 1) * group)
-        q, dout = (x_THD[:, own].double().transpose(0, 1) for x_THD in (q_THD, dout_THD))  # [group, T, D]
-        k, v = k_THD[:, head].double(), v_THD[:, head].double()  # [T, D]
-        p = (q @ k.T * scale).masked_fill(hidden, -torch.inf).softmax(dim=-1)
-        dp = dout @ v.T
-        ds = p * (dp - (dp * p).sum(dim=-1, keepdim=True)) * scale
-        grads[0].append((ds @ k).transpose(0, 1))
-        grads[1].append((ds.flatten(0, 1).T @ q.flatten(0, 1))[:, None])
-        grads[2].append((p.flatten(0, 1).T @ dout.flatten(0, 1))[:, None])
-    dq, dk, dv = (round_once(torch.cat(parts, dim=1), q_THD.dtype) for parts in grads)
-    return dq, dk, dv
 
 
 def add_rows(total_VH: torch.Tensor, ids_T: torch.Tensor, rows_TH: torch.Tensor) -> None:

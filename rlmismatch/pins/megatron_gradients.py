@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, Protocol
 import torch
 import torch.distributed as dist
 
-from rlmismatch.kernels import attention, gemm, logprob_backward, norm, reduce, rope, swiglu
+from rlmismatch.kernels import attention, attention_backward, gemm, logprob_backward, norm, reduce, rope, swiglu
 from rlmismatch.kernels.common.rounding import round_once
 from rlmismatch.pins import gradient_ops
 from rlmismatch.pins.gradient_ops import replaced
@@ -38,8 +38,9 @@ ALL_PINS: Final = frozenset(PINS)
 COMPOSITION: Final = (
     "dX, dW of linears: gemm.grad_input, grad_input_partial + reduce.fold, grad_weight",
     "log-softmax: logprob_backward.dlogits",
+    "attention: attention_backward.causal_backward",
     "rope: the same rotation by the opposite angle",
-    "norms, q/k-norms, SwiGLU, attention: float64 formulas, rounded once",
+    "norms, q/k-norms, SwiGLU: float64 formulas, rounded once",
     "embedding: rows added in token order",
     "residual additions: the engine's own",
 )
@@ -344,21 +345,25 @@ class GradientOps:
     def _attention(self, module: Any) -> Patch:
         scale, impl = self.shape.softmax_scale, self.shape.impl
 
-        def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            out = attention.causal(q[:, 0], k[:, 0], v[:, 0], [0, q.shape[0]], scale=scale, impl=impl).out_THD
-            return out.flatten(1)[:, None]
+        def pinned(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            done: list[attention.AttentionOut] = []  # its log-sum-exp is what the backward starts from
 
-        def backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-            # Padding stands last: no real row reads it, and its own gradient is zero.
-            real_q, real_k, real_v = (self._real(x) for x in (q, k, v))
-            grads = gradient_ops.causal_attention(self._real(dout).view_as(real_q), real_q, real_k, real_v, scale)
-            padding = (0, 0, 0, 0, 0, q.shape[0] - self._tokens)
-            return tuple(torch.nn.functional.pad(grad, padding)[:, None] for grad in grads)
+            def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                done.append(attention.causal(q[:, 0], k[:, 0], v[:, 0], [0, q.shape[0]], scale=scale, impl=impl))
+                return done[0].out_THD.flatten(1)[:, None]
 
-        def make(_: Native) -> Native:
-            return lambda query, key, value, *_, **__: replaced(forward, backward, query, key, value)
+            def backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+                # Padding stands last: no real row reads it, and its own gradient is zero.
+                tokens = self._tokens
+                out_THD, lse_HT = done[0].out_THD[:tokens], done[0].lse_HT[:, :tokens].contiguous()
+                operands = (self._real(q), self._real(k), self._real(v), out_THD, lse_HT, self._real(dout).view_as(out_THD))
+                grads = attention_backward.causal_backward(*operands, [0, tokens], scale=scale, impl=impl)
+                padding = (0, 0, 0, 0, 0, q.shape[0] - tokens)
+                return tuple(torch.nn.functional.pad(grad, padding)[:, None] for grad in (grads.dq_THD, grads.dk_THD, grads.dv_THD))
 
-        return Patch(target=module, name="forward", make=make, pins=("attention",), label="gradient of attention")
+            return replaced(forward, backward, query, key, value)
+
+        return Patch(target=module, name="forward", make=lambda _: pinned, pins=("attention",), label="gradient of attention")
 
     def _head(self, choice: Choice) -> Patch:
         """The head. Shards of a padded vocabulary end elsewhere at every TP, so dX is summed on every rank from what all of them hold."""
