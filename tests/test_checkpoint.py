@@ -463,6 +463,13 @@ def test_a_model_that_does_not_fit_says_everything_at_once() -> None:
     assert error.hint == "9 heads, 3 kv heads and ffn of 1535 fit TP 1"
 
 
+def test_a_vocabulary_smaller_than_the_ranks_is_refused() -> None:
+    config = dataclasses.replace(FIXTURES["tiny-qwen3-kv4"].config, vocab_size=3)
+    with pytest.raises(UsageError) as caught:
+        config.check_fits(4, side="trainer")
+    assert caught.value.what == "this model does not fit trainer TP4: the vocabulary of 3 is smaller than 4 ranks"
+
+
 def test_the_vocabulary_is_a_reason_on_the_rollout_side_only() -> None:
     config = dataclasses.replace(FIXTURES["tiny-llama"].config, num_heads=6, num_kv_heads=3, hidden_size=66, intermediate_size=96)
     config.check_fits(3, side="trainer")

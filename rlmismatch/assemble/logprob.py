@@ -195,7 +195,7 @@ def _precision(trainer: Captured, rollout: Captured) -> Iterator[MeasureRow]:
     for t, r in ((t, r) for t in ("bf16", "fp32") for r in ("bf16", "fp32")):
         if t in heads["trainer"] and r in heads["rollout"]:
             drift = _mean(heads["trainer"][t] - heads["rollout"][r])
-            yield MeasureRow(axis="logprob.precision", what=f"drift with the trainer's head in {t}, the rollout's in {r}", value=drift)
+            yield MeasureRow(axis="logprob.precision", what=f"drift: trainer head {t}, rollout head {r}", value=drift)
     for side, head in heads.items():
         for dtype in ("bf16", "fp32"):
             if dtype in head:

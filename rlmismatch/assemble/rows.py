@@ -141,7 +141,7 @@ def _axis_row(axis: Axis, evidence: Evidence, book: ScoreBook, measured: frozens
     if axis.id in GRADIENT_AXES:
         return _gradient_row(axis, evidence, book, row("measured"))
     if not axis.pins:
-        return row("measured", "see Measures") if axis.id in measured else row("not run", _measured_by(axis))
+        return row("measured", "see Measures, all with --verbose") if axis.id in measured else row("not run", _measured_by(axis))
     base, pins = evidence.base_pins, frozenset(axis.pins)
     if pins <= base:
         return row("pinned", "held by a knob in every arm", local=local(axis, book).largest)

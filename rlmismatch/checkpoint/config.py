@@ -162,6 +162,8 @@ class ModelConfig:
         if self.intermediate_size % tp:
             reasons.append(f"ffn (intermediate_size) {self.intermediate_size} is not a multiple of {tp} ranks")
         rows = math.ceil(self.vocab_size / _ROLLOUT_VOCAB_MULTIPLE) * _ROLLOUT_VOCAB_MULTIPLE
+        if self.vocab_size < tp:
+            reasons.append(f"the vocabulary of {self.vocab_size} is smaller than {tp} ranks")
         if side == "rollout" and rows % tp:
             reasons.append(f"the vocabulary of {self.vocab_size}, which the engine pads to {rows} rows, is not a multiple of {tp} ranks")
         return reasons

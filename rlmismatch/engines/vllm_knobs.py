@@ -14,7 +14,7 @@ from rlmismatch.engines.logprob_knobs import PREFIX, Outcome, applied, asked, ch
 from rlmismatch.engines.protocol import SideConfig
 from rlmismatch.pins.logprob_ways import REDUCES, Way
 from rlmismatch.pins.vllm_live import LiveModel
-from rlmismatch.pins.vllm_logprob import NATIVE_WAY, unsupported_way
+from rlmismatch.pins.vllm_logprob import NATIVE_WAY
 from rlmismatch.transforms import Chain
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -76,8 +76,4 @@ def _way(values: Mapping[str, str | None], out: dict[str, Outcome], live: LiveMo
     for name in ("selected_gather", "accum_dtype", "downcast_at"):
         if values.get(name) is not None:
             out[PREFIX + name] = applied(values[name])
-    reason = unsupported_way(live, way)
-    if reason is not None:
-        out[PREFIX + "reduce"] = unsupported(way.reduce, NATIVE_WAY.reduce, reason)
-        return NATIVE_WAY
     return way

@@ -17,7 +17,7 @@ from rlmismatch.pins import logprob_ways
 from rlmismatch.pins.hooks import Patch, installed
 from rlmismatch.pins.logprob_ways import Reduce, Way
 from rlmismatch.pins.vllm_live import LiveModel
-from rlmismatch.pins.vllm_logprob import FIXED_MERGE, unsupported_way
+from rlmismatch.pins.vllm_logprob import FIXED_MERGE
 from rlmismatch.tokens import Sequence
 
 
@@ -94,10 +94,8 @@ def _head(live: LiveModel, x_MH: torch.Tensor, dtype: torch.dtype | None) -> tor
     return logits.clone()
 
 
-def _joined(live: LiveModel, logits_NV: torch.Tensor, targets_N: torch.Tensor, reduce: Reduce, impl: logprob.Impl) -> torch.Tensor | None:
+def _joined(live: LiveModel, logits_NV: torch.Tensor, targets_N: torch.Tensor, reduce: Reduce, impl: logprob.Impl) -> torch.Tensor:
     way = FIXED_MERGE if reduce == FIXED_MERGE.reduce else Way(reduce=reduce, gather="local_gather")
-    if unsupported_way(live, way) is not None:
-        return None
     width = live.head_shard_width
     start = live.tp.rank * width
     prepared_NV = live.chain.apply(logits_NV.float())

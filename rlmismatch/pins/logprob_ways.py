@@ -11,6 +11,7 @@ from typing import Final, Literal, get_args
 import torch
 import torch.distributed as dist
 
+from rlmismatch.errors import ContractError
 from rlmismatch.pins.collectives import TpGroup
 from rlmismatch.transforms import Chain
 
@@ -41,7 +42,7 @@ def selected(shard_TV: torch.Tensor, targets_T: torch.Tensor, *, start: int, way
     """float32 [T]: the targets' log-probs, equal on all ranks. Collective.
 
     shard_TV: float32 [T, V of this rank], transformed, columns that do not count cut off or -inf. targets_T: global ids.
-    start: global id of the first column. A row with a NaN gives NaN.
+    start: global id of the first column. A row with a NaN gives NaN. Raises ContractError for a target without exactly one owner.
     """
     # One column of -inf: a rank whose shard is padding alone has a maximum too.
     shard_TV = torch.nn.functional.pad(shard_TV, (0, 1), value=-torch.inf)
@@ -49,6 +50,7 @@ def selected(shard_TV: torch.Tensor, targets_T: torch.Tensor, *, start: int, way
         shard_TV, start, tp = _gathered_row(shard_TV, tp), 0, TpGroup(group=tp.group, size=1, rank=0)
     local_T = targets_T - start
     owns_T = (local_T >= 0) & (local_T < shard_TV.shape[1] - 1)
+    _require_one_owner(owns_T, targets_T, tp)
     logit_T = shard_TV.gather(1, local_T.where(owns_T, 0)[:, None])[:, 0]
     max_T = shard_TV.amax(dim=1)
     if way.reduce == "allgather_partials_fixed_merge":
@@ -90,7 +92,8 @@ def linear_selected(
 ) -> torch.Tensor:
     """float32 [T]: the targets' log-probs by an online softmax in float32 from hidden rows: no logit is rounded. Collective.
 
-    weight_VH: this rank's rows of the head that count. Raises ValueError for a chain that needs a whole row of logits.
+    weight_VH: this rank's rows of the head that count. Raises ValueError for a chain that needs a whole row of logits, ContractError for
+    a target without exactly one owner.
     """
     if not chain.elementwise:
         raise ValueError(f"a fused linear loss sees a block of columns at a time, {chain} needs the row")
@@ -98,6 +101,7 @@ def linear_selected(
     for x_TH, t_T in zip(blocks(hidden_TH, tiling.chunk_size), blocks(targets_T, tiling.chunk_size), strict=True):
         max_T, sum_T, logit_T = _online(x_TH.float(), weight_VH, t_T - start, chain, tiling.block_size)
         owns_T = (t_T >= start) & (t_T < start + weight_VH.shape[0])
+        _require_one_owner(owns_T, t_T, tp)
         top_T = _all_reduced(max_T, dist.ReduceOp.MAX, tp)
         total_T = _all_reduced(sum_T * _exp_below(max_T, top_T), dist.ReduceOp.SUM, tp)
         way = Way(reduce="allreduce_partials", gather="masked_sum_allreduce")
@@ -112,7 +116,7 @@ def _online(
     max_T = x_TH.new_full((x_TH.shape[0],), -torch.inf)
     sum_T, logit_T = torch.zeros_like(max_T), torch.zeros_like(max_T)
     first = 0
-    for block_VH in blocks(weight_VH, block_size):
+    for block_VH in blocks(weight_VH, block_size) if len(weight_VH) else ():  # a rank may hold padding alone
         logits_TV = chain.apply(x_TH @ block_VH.float().T)
         top_T = torch.maximum(max_T, logits_TV.amax(dim=1))
         sum_T = sum_T * _exp_below(max_T, top_T) + _exp_below(logits_TV, top_T[:, None]).sum(dim=1)
@@ -137,6 +141,19 @@ def _sumexp(x_TV: torch.Tensor, max_T: torch.Tensor, way: Way) -> torch.Tensor:
 def _exp_below(x: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
     """exp(x - top); a rank without any probability (-inf below -inf) adds nothing."""
     return torch.exp(x - top.masked_fill(top == -torch.inf, 0.0))
+
+
+def _require_one_owner(owns_T: torch.Tensor, targets_T: torch.Tensor, tp: TpGroup) -> None:
+    """A target outside the vocabulary would be scored with a logit of 0, one of two owners with twice its own. Collective."""
+    owners_T = torch.stack(tp.gathered(owns_T.to(torch.uint8))).sum(dim=0)
+    wrong = (owners_T != 1).nonzero()
+    if len(wrong):
+        row = int(wrong[0])
+        raise ContractError(
+            "target-without-one-owner",
+            f"target {int(targets_T[row])} of row {row} lies in the vocabulary shards of {int(owners_T[row])} ranks",
+            hint="ignored positions must be left out, not scored; shards must cover the vocabulary once",
+        )
 
 
 def _target(shifted_T: torch.Tensor, owns_T: torch.Tensor, way: Way, tp: TpGroup) -> torch.Tensor:

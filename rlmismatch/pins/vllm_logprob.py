@@ -6,6 +6,7 @@ on this rank's own shard of those logits, at the engine's live shard bounds: the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -22,14 +23,6 @@ from rlmismatch.transforms import Chain
 
 NATIVE_WAY: Final = Way(reduce="allgather_logits", gather="local_gather")
 FIXED_MERGE: Final = Way(reduce="allgather_partials_fixed_merge", gather="local_gather")
-
-
-def unsupported_way(live: LiveModel, way: Way) -> str | None:
-    """Why this engine can not join the vocabulary shards by `way`, or None."""
-    width = live.head_shard_width
-    if way == FIXED_MERGE and live.tp.size > 1 and width % WIDTH:
-        return f"the engine's vocabulary shards of {width} columns cut tiles of {WIDTH}"
-    return None
 
 
 def engine_steps(chain: Chain) -> tuple[Chain, Chain]:
@@ -127,39 +120,46 @@ class LogprobOp:
         )
 
     def _merged(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
-        """The pin's arithmetic over real shards: every rank's tiles, gathered and folded in global order. float32 [T]."""
-        live, width = self._live, self._live.head_shard_width
+        """The pin's arithmetic over ranks: every rank's tiles, gathered and folded in global order. float32 [T].
+
+        A tile that a shard's bound cuts is computed by the rank that owns its first column: the gather gave every rank the rest of it.
+        """
+        live = self._live
         temperature = live.chain.only_temperature
         if temperature is None:
             logits_TV, temperature = live.chain.apply(logits_TV.double()).float(), 1.0
+        bounds = [self._first_tile(rank) for rank in range(live.tp.size + 1)]
+        first, last = bounds[live.tp.rank], bounds[live.tp.rank + 1]
         part = logprob.partials(
-            logits_TV[:, live.tp.rank * width : (live.tp.rank + 1) * width],
+            logits_TV[:, first * WIDTH : last * WIDTH],
             targets_T,
-            vocab_start=live.tp.rank * width,
+            vocab_start=first * WIDTH,
             vocab_size=live.vocab_size,
             impl=self._impl,
             temperature=temperature,
         )
-        tiles = -(-width // WIDTH)  # of a full shard; the last ranks may own fewer, and a collective wants equal shapes
-        missing = tiles - part.max_TJ.shape[1]
+        counts = [after - before for before, after in itertools.pairwise(bounds)]
+        missing = max(counts) - part.max_TJ.shape[1]  # a collective wants equal shapes
         max_RTJ, sumexp_RTJ = (
             live.tp.gathered(torch.nn.functional.pad(x_TJ, (0, missing), value=torch.nan)) for x_TJ in (part.max_TJ, part.sumexp_TJ)
         )
         target_RT, owns_RT = live.tp.gathered(part.target_T), live.tp.gathered(part.owns_T.to(torch.uint8))
-        parts = []
-        for rank in range(live.tp.size):
-            own = max(0, min((rank + 1) * width, live.vocab_size) - rank * width)
-            kept = -(-own // WIDTH)
-            parts.append(
-                VocabPartials(
-                    max_TJ=max_RTJ[rank][:, :kept],
-                    sumexp_TJ=sumexp_RTJ[rank][:, :kept],
-                    target_T=target_RT[rank],
-                    owns_T=owns_RT[rank].bool(),
-                    first_tile=rank * tiles,
-                )
+        parts = [
+            VocabPartials(
+                max_TJ=max_RTJ[rank][:, :count],
+                sumexp_TJ=sumexp_RTJ[rank][:, :count],
+                target_T=target_RT[rank],
+                owns_T=owns_RT[rank].bool(),
+                first_tile=bounds[rank],
             )
+            for rank, count in enumerate(counts)
+        ]
         return logprob.merge(parts, vocab_size=live.vocab_size, impl=self._impl)
+
+    def _first_tile(self, rank: int) -> int:
+        """The first tile whose first column lies in `rank`'s shard or behind it."""
+        column = min(rank * self._live.head_shard_width, self._live.vocab_size)
+        return -(-column // WIDTH)
 
     def _joined(self, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
         """The shards joined by `way`, from this rank's own columns. float32 [T]."""

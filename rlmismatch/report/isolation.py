@@ -144,6 +144,8 @@ def divergence(report: Report, verbose: bool) -> Section | None:
 def axes(report: Report) -> Section | None:
     if not report.axes:
         return None
+    if len({a.axis.partition(".")[0] for a in report.axes} - {"rollout"}) == 1:  # one family, and what of the rollout belongs to it
+        return _every_axis(report)
     measured = [a for a in report.axes if (a.local, a.alone, a.last) != (None, None, None)]
     blocks: list[Block] = []
     if measured:
@@ -170,6 +172,34 @@ def axes(report: Report) -> Section | None:
     if ordered:
         blocks.append(Pairs(pairs=tuple((status, _group(status, groups[status])) for status in ordered)))
     return Section(title="Axes", note=f"{len(measured)} of {len(report.axes)} have numbers in this run", blocks=tuple(blocks))
+
+
+def _every_axis(report: Report) -> Section:
+    """A row for each axis of a family, with or without numbers, and below them why a row has none."""
+    columns = (
+        Column(header="axis"),
+        Column(header="status"),
+        Column(header="contract"),
+        Column(header="known"),
+        numeric("local", "op unit"),
+        numeric("alone", NATS),
+        numeric("last", NATS),
+    )
+    rows = tuple(
+        (cell(a.axis), cell(a.status), _contract_word(a), cell(a.evidence, "dim"), nats(a.local), nats(a.alone), nats(a.last))
+        for a in report.axes
+    )
+    ratios = sorted({a.ratio for a in report.axes if a.ratio})
+    note = f"{ALONE_LAST}; both speak of {', '.join(ratios)}" if ratios else ALONE_LAST
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for a in report.axes:
+        if a.why:
+            reasons[a.why].append(a.axis)
+    blocks: list[Block] = [Table(columns=columns, rows=rows), Lines(lines=(cell(note, "dim"),))]
+    if reasons:
+        blocks.append(Pairs(pairs=tuple((why, cell(", ".join(names), "dim")) for why, names in reasons.items())))
+    numbers = sum((a.local, a.alone, a.last) != (None, None, None) or a.status == "measured" for a in report.axes)
+    return Section(title="Axes", note=f"{numbers} of {len(report.axes)} have numbers in this run", blocks=tuple(blocks))
 
 
 def _group(status: str, reasons: dict[str, list[str]]) -> Cell:

@@ -49,8 +49,8 @@ def test_a_clean_run_measures_every_axis_within_its_limits(runs: Mapping[str, Fu
     over = [m["what"] for m in rows if m["limit"] is not None and not abs(m["value"]) <= m["limit"]]
     assert over == []
     assert {k["status"] for k in done.report["knobs"]} == {"applied"}
-    mixed = measure(done, "logprob.precision", "trainer's head in fp32, the rollout's in bf16")["value"]
-    low = measure(done, "logprob.precision", "trainer's head in bf16, the rollout's in bf16")["value"]
+    mixed = measure(done, "logprob.precision", "trainer head fp32, rollout head bf16")["value"]
+    low = measure(done, "logprob.precision", "trainer head bf16, rollout head bf16")["value"]
     assert mixed > 10 * low  # one side raised alone is worse than both low
     said = {c["field"]: c["trainer"]["value"] for c in done.report["contract"] if c["axis"] == "logprob.backward"}
     assert said["dlogits"] == "softmax minus one-hot, float32"

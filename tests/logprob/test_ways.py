@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlmismatch.errors import ContractError
 from rlmismatch.kernels import logprob
 from rlmismatch.pins import logprob_ways
 from rlmismatch.pins.collectives import TpGroup
@@ -120,6 +121,31 @@ def test_a_nan_is_never_scored() -> None:
         out = logprob_ways.selected(logits, targets, start=0, way=way, tp=alone)
         assert out[3].isnan()
         assert out[:3].isfinite().all()
+
+
+def test_a_shard_of_padding_alone_adds_nothing_to_a_fused_linear_loss() -> None:
+    maxima, sums, logits = logprob_ways._online(torch.ones(2, 4), torch.ones(0, 4), torch.zeros(2, dtype=torch.long), Chain(), 8)
+    assert (maxima.tolist(), sums.tolist(), logits.tolist()) == ([-torch.inf] * 2, [0.0] * 2, [0.0] * 2)
+
+
+@pytest.mark.parametrize("target", [-100, 10_000])
+def test_a_target_that_no_rank_owns_is_an_error_never_a_score(target: int) -> None:
+    logits, targets = operands()
+    targets[2] = target
+    alone = TpGroup(group=None, size=1, rank=0)
+    for way in WAYS:
+        with pytest.raises(ContractError, match=f"target {target} of row 2 lies in the vocabulary shards of 0 ranks"):
+            logprob_ways.selected(logits, targets, start=0, way=way, tp=alone)
+    with pytest.raises(ContractError, match="of 0 ranks"):
+        logprob_ways.linear_selected(
+            torch.zeros(1, 2),
+            torch.zeros(3, 2),
+            torch.tensor([target]),
+            start=0,
+            chain=Chain(),
+            tiling=Tiling(block_size=1, chunk_size=1),
+            tp=alone,
+        )
 
 
 def test_a_fused_linear_loss_is_float64s_for_every_tiling(ranks: list[dict[str, dict[Any, torch.Tensor]]]) -> None:
