@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from rlmismatch.engines.attention_forms import FORMS
 from rlmismatch.engines.protocol import ScorePath
 from rlmismatch.pins.spec import PINS
 from rlmismatch.settings import Settings
 
 ROLLOUT_PATHS: Final[tuple[ScorePath, ...]] = ("prefill", "chunked", "decode")
+# What pages, prefix hits and splits come to, attention alone being native, and with every pin in force.
+PAGED: Final = "paged"
+PAGED_PINNED: Final = "paged.pinned"
 NATIVE: Final = "native"  # no pin but those that a knob holds
 RETURN: Final = "native.return"  # the same again at the very end: native bits must be back
 LOCAL: Final = "local"
@@ -63,6 +67,18 @@ def base_pins(settings: Settings) -> frozenset[str]:
 def compiled(settings: Settings) -> bool:
     """Whether the rollout is to run compiled code or captured graphs, where most pins are inert."""
     return settings.knobs_of("rollout").get(COMPILE, "eager") != "eager"
+
+
+def rollout_paths(settings: Settings) -> tuple[ScorePath, ...]:
+    """In which forms the rollout scores: three, or those that the attention family's knob names; prefill is what ratios need."""
+    if settings.command != "attention":
+        return ROLLOUT_PATHS
+    knobs = settings.knobs_of("rollout")
+    named = knobs.get("attention.materialization")
+    forms = set(FORMS) if named is None else {"full_prefill", *named.split(",")}
+    if named is None and knobs.get("attention.prefix_cache") == "off":
+        forms.discard("paged_prefill")
+    return tuple(path for form, path in FORMS.items() if form in forms)
 
 
 def engine_knobs(settings: Settings, side: str) -> dict[str, str]:

@@ -31,13 +31,15 @@ from rlmismatch.arms import (
     LOGITS,
     NATIVE,
     ORACLE,
+    PAGED,
+    PAGED_PINNED,
     RETURN,
-    ROLLOUT_PATHS,
     arm_id,
     base_pins,
     compiled,
     engine_knobs,
     repeat_id,
+    rollout_paths,
 )
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.axes.base import Axis
@@ -222,12 +224,14 @@ class Run:
         s = self.settings
         base = base_pins(s)
         every = ALL
-        full: list[tuple[str, frozenset[str], tuple[ScorePath, ...]]] = [(NATIVE, base, ROLLOUT_PATHS)]
-        full += [(repeat_id(n), base, ("prefill", "decode")) for n in range(1, s.repeat)]
-        full += [(arm_id(every, base), every, ROLLOUT_PATHS)]
+        forms = rollout_paths(s)
+        repeated = tuple(path for path in ("prefill", "decode") if path in forms)
+        full: list[tuple[str, frozenset[str], tuple[ScorePath, ...]]] = [(NATIVE, base, forms)]
+        full += [(repeat_id(n), base, repeated) for n in range(1, s.repeat)]
+        full += [(arm_id(every, base), every, forms)]
         for axis in () if compiled(s) else self._measured_axes():
             pins = frozenset(axis.pins)
-            paths: tuple[ScorePath, ...] = ROLLOUT_PATHS if axis.ratio == "prefill/decode" else ("prefill",)
+            paths: tuple[ScorePath, ...] = forms if axis.ratio == "prefill/decode" else ("prefill",)
             full += [(arm_id(base | pins, base), base | pins, paths), (arm_id(every - pins, base), every - pins, paths)]
         merged: dict[str, tuple[frozenset[str], tuple[ScorePath, ...]]] = {}
         for name, pins, paths in full:
@@ -239,7 +243,9 @@ class Run:
         planted = {split_plant(text)[0] for text in s.plant}
         if s.command == "logprob" or any(a.family == "logprob" for p in planted for a in axes.axes_of_plant(p)):
             probes.append(Arm(id=LOGITS, pins=every - {"head_gemm", "logprob"} | base, probe="logits", paths=("prefill",)))
-        if s.command == "attention" or any(a.family == "attention" for p in planted for a in axes.axes_of_plant(p)):
+        # What that probe simulates is full causal attention.
+        windowed = self.inputs.checkpoint.config.sliding_window is not None
+        if not windowed and (s.command == "attention" or any(a.family == "attention" for p in planted for a in axes.axes_of_plant(p))):
             probes.append(Arm(id=ATTENTION, pins=every - {"attention"} | base, probe="attention", paths=("prefill",)))
         gemm = s.command == "gemm" or any(a.family == "gemm" for p in planted for a in axes.axes_of_plant(p))
         if (gemm or Evidence(self.folder).promised) and not compiled(s):  # compiled code calls no product by itself
@@ -250,7 +256,7 @@ class Run:
         oracle = self._oracle_arms()
         # In the process that had the pins in force: a side that was loaded anew would have its native bits in any case.
         lifted = Arm(id=RETURN, pins=base, paths=("prefill",))
-        self._run_arms("measuring", [*arms, *probes, lifted], oracle)
+        self._run_arms("measuring", [*arms, *probes, lifted], oracle, self._paged(base))
         if s.grads:
             self.progress.step("taking the trainer's gradients, native and pinned")
             gradients = Arm(id=GRADS, pins=base, probe="grads", paths=("forward",))
@@ -268,11 +274,20 @@ class Run:
         knobs = {k: v for k, v in launch.config.knobs.items() if k != COMPILE}
         self.progress.step("starting the rollout once more, eagerly")
         self._fleet.replace(dataclasses.replace(launch, config=dataclasses.replace(launch.config, knobs=knobs)))
-        eager = Arm(id=EAGER, pins=base, paths=ROLLOUT_PATHS)
+        eager = Arm(id=EAGER, pins=base, paths=rollout_paths(self.settings))
         self._fleet.ask({"rollout": [{"op": "run", "arms": [eager.to_json()]}]})
 
     def _oracle_arms(self) -> list[Arm]:
         return [Arm(id=ORACLE, paths=("oracle", "plain"))] if "oracle" in self._fleet.names else []
+
+    def _paged(self, base: frozenset[str]) -> list[Arm]:
+        """Arms of the rollout alone, in which pages lie elsewhere and prefixes come from the cache; beside each the same without."""
+        s = self.settings
+        if s.command != "attention" or (s.axis and "attention.paged_kv" not in s.axis):
+            return []
+        cached = s.knobs_of("rollout").get("attention.prefix_cache") != "off"
+        paths: tuple[ScorePath, ...] = ("prefill", "prefill_shuffled", "decode", "decode_shuffled", *(("decode_hit",) if cached else ()))
+        return [Arm(id=PAGED, pins=ALL - {"attention"} | base, paths=paths), Arm(id=PAGED_PINNED, pins=ALL, paths=paths)]
 
     def _measured_axes(self) -> list[Axis]:
         """Axes with a pin that this command gives numbers to, structural zeros left out."""
@@ -294,10 +309,11 @@ class Run:
             left = attribution.expected_arms(table, players, floor=floor, seed=self.settings.seed) - len(table)
             self._run_arms(f"attributing (at most {left} arms left)", arms)
 
-    def _run_arms(self, text: str, arms: Iterable[Arm], oracle: Seq[Arm] = ()) -> None:
+    def _run_arms(self, text: str, arms: Iterable[Arm], oracle: Seq[Arm] = (), rollout_alone: Seq[Arm] = ()) -> None:
         """Both engines run the same arms at the same time; the trainer has one path, its forward."""
-        rollout = list(arms)
-        trainer = [dataclasses.replace(arm, paths=("forward",)) for arm in rollout]
+        both = list(arms)
+        trainer = [dataclasses.replace(arm, paths=("forward",)) for arm in both]
+        rollout = [*both, *rollout_alone]
         self.progress.arms(text, len(rollout) + len(trainer) + len(oracle))
         arms_of: dict[SideName, Seq[Arm]] = {"trainer": trainer, "rollout": rollout, "oracle": oracle}
         self._fleet.ask({side: [{"op": "run", "arms": [arm.to_json() for arm in wanted]}] for side, wanted in arms_of.items() if wanted})

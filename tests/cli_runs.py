@@ -21,6 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 TINY = "fixtures/tiny-qwen3"
 LLAMA = "fixtures/tiny-llama"
+WINDOW = "fixtures/tiny-mistral"  # every layer sees 24 tokens
 MID = "fixtures/mid-qwen3"
 MASK = ("--vocab-padding-policy", "mask")
 TP2 = ("--trainer-tp", "2", "--rollout-tp", "2")

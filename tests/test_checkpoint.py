@@ -215,6 +215,13 @@ REFUSED_CONFIGS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "rope not an object": ("tiny-qwen3", {"rope_parameters": [1]}, "checkpoint-config-malformed", "rope parameters"),
     "sliding window": ("tiny-qwen3", {"use_sliding_window": True, "sliding_window": 64}, "checkpoint-sliding-window", "sliding-window"),
     "sliding layers": ("tiny-qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "checkpoint-sliding-window", "layer_types"),
+    "a window of 0": ("tiny-mistral", {"sliding_window": 0}, "checkpoint-config-malformed", "sliding_window must be a positive integer"),
+    "mistral that mixes layers": (
+        "tiny-mistral",
+        {"layer_types": ["sliding_attention", "full_attention"]},
+        "checkpoint-sliding-window",
+        "s",
+    ),
     "llama with a window": ("tiny-llama", {"sliding_window": 64}, "checkpoint-sliding-window", "sliding-window"),
     "activation": ("tiny-llama", {"hidden_act": "gelu"}, "checkpoint-feature-unsupported", "'gelu'"),
     "attention bias": ("tiny-llama", {"attention_bias": True}, "checkpoint-feature-unsupported", "o_proj"),
@@ -251,7 +258,7 @@ def test_a_config_that_is_refused(case: str, tmp_path: Path) -> None:
     assert words in error.what
     assert error.where == str(root / "config.json")
     if slug == "checkpoint-architecture-unsupported":
-        assert error.hint == "supported: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+        assert error.hint == "supported: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
 
 
 def test_config_that_is_not_json(tmp_path: Path) -> None:

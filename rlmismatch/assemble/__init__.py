@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from rlmismatch import attribution, axes, verdict
 from rlmismatch.arms import NATIVE
-from rlmismatch.assemble import attention_trainer, compilation, gemm, gradients, head, logprob, rows
+from rlmismatch.assemble import attention, attention_trainer, compilation, gemm, gradients, head, logprob, rows
 from rlmismatch.assemble.defects import defects, over_limit
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.checkpoint import combine_digests
@@ -30,7 +30,14 @@ from rlmismatch.report.model import (
 from rlmismatch.settings import split_plant
 
 # What each family makes of its probes' captures.
-_MEASURES: Final = (gemm.measures, gradients.measures, attention_trainer.measures, logprob.measures, compilation.measures)
+_MEASURES: Final = (
+    gemm.measures,
+    gradients.measures,
+    attention.measures,
+    attention_trainer.measures,
+    logprob.measures,
+    compilation.measures,
+)
 _NAMES: Final[Mapping[str, str]] = {"megatron": "megatron-core", "vllm": "vllm", "oracle": "transformers"}
 
 
@@ -63,6 +70,7 @@ def report(folder: Path, *, budget: Sequence[str] = (), fail_on: str | None = No
         if aligned is None or aligned.invalid
         else signatures(aligned, tp=max(evidence.settings.trainer_tp, evidence.settings.rollout_tp))
     )
+    hints = (*hints, *attention.notices(evidence))
     judged = verdict.judge(
         verdict.Facts(
             comparisons=evidence.comparisons,

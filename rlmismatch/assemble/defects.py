@@ -8,6 +8,7 @@ from typing import Final
 
 from rlmismatch import axes
 from rlmismatch.arms import LOCAL
+from rlmismatch.assemble import attention
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.engines.protocol import LocalError, SideName
 from rlmismatch.evidence import Evidence
@@ -68,7 +69,7 @@ def defects(evidence: Evidence, book: ScoreBook) -> tuple[Defect, ...]:
         )
         for side in sides
         for e in (book.arms[side][LOCAL].local if LOCAL in book.arms[side] else [])
-        if is_defect(e) and broken.isdisjoint(_EXPLAINED_BY[e.pin])
+        if is_defect(e) and broken.isdisjoint(_EXPLAINED_BY[e.pin]) and not (e.pin == "rope" and attention.shifted_alike(evidence, side))
     ]
     return tuple(sorted(found, key=lambda d: d.native_error / max(d.pin_error, 1e-300), reverse=True))
 

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from rlmismatch.arms import ALL, BOUNDARY, COMPILE, LOCAL, NATIVE, RETURN, arm_id, compiled, repeat_id
+from rlmismatch.arms import ALL, BOUNDARY, COMPILE, LOCAL, NATIVE, RETURN, arm_id, compiled, repeat_id, rollout_paths
 from rlmismatch.assemble import gradients
 from rlmismatch.assemble.compilation import inert_pins
 from rlmismatch.assemble.scores import RATIOS, ScoreBook
@@ -210,6 +210,8 @@ def _weakest(fields: Sequence[FieldComparison]) -> str:
 def ratios(evidence: Evidence, book: ScoreBook, *, void: bool) -> tuple[RatioRow, ...]:
     rows = []
     for name, _, (_, second) in RATIOS:
+        if second == "paged" and second not in rollout_paths(evidence.settings):
+            continue  # a form of one family's command
         drift = None if void else book.drift(name)
         why = ""
         if void:
@@ -230,7 +232,8 @@ def _decoded(drift: Drift | None, evidence: Evidence) -> Drift | None:
 def floors(evidence: Evidence, book: ScoreBook) -> tuple[FloorRow, ...]:
     """Each side against its own repeats: the largest of them."""
     rows = []
-    for side, path in (("trainer", "forward"), ("rollout", "prefill"), ("rollout", "decode")):
+    forms = [("rollout", path) for path in ("prefill", "decode") if path in rollout_paths(evidence.settings)]
+    for side, path in (("trainer", "forward"), *forms):
         name: SideName = "trainer" if side == "trainer" else "rollout"
         repeats = [book.get(name, repeat_id(n), path) for n in range(1, evidence.settings.repeat)]
         native = book.get(name, NATIVE, path)
@@ -247,7 +250,7 @@ def closure(evidence: Evidence, book: ScoreBook) -> tuple[ClosureRow, ...]:
     forward = book.get("trainer", arm, "forward")
     rows = []
     inert = inert_pins(evidence, book)
-    for path in ("prefill", "chunked", "decode"):
+    for path in rollout_paths(evidence.settings):
         aligned = book.aligned(forward, book.get("rollout", arm, path))
         name = f"trainer forward = rollout {path}"
         if inert:

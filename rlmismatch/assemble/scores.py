@@ -21,6 +21,7 @@ Scores = dict[str, torch.Tensor]
 RATIOS: Final[tuple[tuple[str, tuple[SideName, str], tuple[SideName, str]], ...]] = (
     ("trainer/prefill", ("trainer", "forward"), ("rollout", "prefill")),
     ("prefill/chunked", ("rollout", "prefill"), ("rollout", "chunked")),
+    ("prefill/paged", ("rollout", "prefill"), ("rollout", "paged")),
     ("prefill/decode", ("rollout", "prefill"), ("rollout", "decode")),
     ("decode/recorded", ("rollout", "decode"), ("rollout", "recorded")),
 )

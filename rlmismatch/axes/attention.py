@@ -150,6 +150,7 @@ ATTENTION: Final[tuple[Axis, ...]] = (
             "dtype": ("gemm.runtime_flags:compute_dtype",),
             "tensor_parallel_size": ("gemm.runtime_flags:tensor_parallel_size",),
             "rope_identity": ("attention.rope:theta", "attention.rope:scaling", "attention.rope:attention_factor"),
+            "cache_identity": ("attention.paged_kv:cache_identity",),
         },
         measure="the same side with a forced backend against auto",
         trap=(
@@ -158,10 +159,10 @@ ATTENTION: Final[tuple[Axis, ...]] = (
         ),
         hint="give both engines the same mask, window, softmax scale, soft cap and sinks: they follow from the checkpoint's config.json",
         plants=(
-            Plant(id="window_off_by_one", verdict="contract", what="the sliding window counts one token more on one side"),
+            Plant(id="window_off_by_one", verdict="contract", what="the sliding window counts one token more on one side", built=True),
             Plant(id="sink_dropped", verdict="contract", what="one side leaves the learned sink out of the denominator"),
-            Plant(id="backend_fell_back", verdict="recorded", what="the backend that ran is not the one that was asked for"),
-            Plant(id="softmax_scale", verdict="contract", what="one side scales the scores by another factor"),
+            Plant(id="backend_fell_back", verdict="recorded", what="the backend that ran is not the one that was asked for", built=True),
+            Plant(id="softmax_scale", verdict="contract", what="one side scales the scores by another factor", built=True),
         ),
         built="contract_only",
     ),
@@ -177,6 +178,7 @@ ATTENTION: Final[tuple[Axis, ...]] = (
         trap="prompt logprobs bypass the prefix cache; norm and GEMM also see other row counts, so hold them pinned",
         hint="score with the form that training used, or recompute the rollout's log-probs with one prefill",
         ratio="prefill/decode",
+        measured=True,
         built="complete",
     ),
     Axis(
@@ -195,11 +197,13 @@ ATTENTION: Final[tuple[Axis, ...]] = (
         hint="give both engines the checkpoint's rope parameters (theta, scaling, layout) and positions that count from 0 in each sequence",
         plants=(
             Plant(id="rope_theta", verdict="contract", what="one side's frequencies are made with another theta", built=True),
-            Plant(id="rope_interleaved", verdict="contract", what="one side pairs neighbouring elements instead of halves"),
-            Plant(id="yarn_factor", verdict="contract", what="one side multiplies cos and sin by a YaRN attention factor"),
-            Plant(id="positions_jump", verdict="contract", what="positions skip ahead in the middle of a sequence on one side"),
+            Plant(id="rope_interleaved", verdict="contract", what="one side pairs neighbouring elements instead of halves", built=True),
+            Plant(id="yarn_factor", verdict="contract", what="one side multiplies cos and sin by a YaRN attention factor", built=True),
+            Plant(id="positions_jump", verdict="contract", what="positions skip ahead in the middle of a sequence on one side", built=True),
+            Plant(id="positions_shifted", verdict="recorded", what="all positions are shifted alike on one side", built=True),
         ),
-        built="pin_only",
+        measured=True,
+        built="complete",
     ),
     Axis(
         id="attention.layout",
@@ -220,32 +224,39 @@ ATTENTION: Final[tuple[Axis, ...]] = (
         hint="load the same checkpoint with both weight loaders, and keep packed sequences apart on the side that packs",
         zero={"gqa_trivial": "Hkv = 1 or Hkv = Hq: the GQA map cannot differ"},
         plants=(
-            Plant(id="gqa_tiled", verdict="contract", what="query heads take key/value heads in turn instead of in blocks"),
-            Plant(id="heads_swapped", verdict="contract", what="two query heads are swapped on one side"),
+            Plant(id="gqa_tiled", verdict="contract", what="query heads take key/value heads in turn instead of in blocks", built=True),
+            Plant(id="heads_swapped", verdict="contract", what="two query heads are swapped on one side", built=True),
             Plant(
                 id="packed_without_segments",
                 verdict="contract",
                 what="packed sequences see each other: the segment boundaries are lost",
                 sides=("trainer",),
+                built=True,
             ),
         ),
-        built="contract_only",
+        measured=True,
+        built="complete",
     ),
     Axis(
         id="attention.paged_kv",
         family="attention",
         asks="Does physical page order, prefix-cache reuse, slot mapping or cache position change the logical KV sequence?",
         spec=DecodeKVCacheMetadata,
+        mirrors={
+            "position_ids": ("attention.rope:position_ids",),
+            "kv_dtype": ("attention.precision:kv_dtype",),
+        },
         pin="logical order read through the page table",
         measure=(
             "pages shuffled, prefix hit against cold, block sizes; expected exactly zero; non-zero means the kernel's split follows pages"
         ),
         hint="reset the rollout's prefix cache after every weight update",
         plants=(
-            Plant(id="stale_kv", verdict="contract", what="decode reads K/V that older weights wrote", sides=("rollout",)),
-            Plant(id="page_swap", verdict="contract", what="two entries of the page table are swapped", sides=("rollout",)),
+            Plant(id="stale_kv", verdict="contract", what="decode reads K/V that older weights wrote", sides=("rollout",), built=True),
+            Plant(id="page_swap", verdict="contract", what="two entries of the page table are swapped", sides=("rollout",), built=True),
         ),
-        side="rollout",
+        measured=True,
+        built="complete",
     ),
     Axis(
         id="attention.lse",

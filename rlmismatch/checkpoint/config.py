@@ -11,7 +11,7 @@ from rlmismatch.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-ARCHITECTURES: Final[tuple[str, ...]] = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES: Final[tuple[str, ...]] = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 DTYPES: Final[tuple[str, ...]] = ("bfloat16", "float16", "float32")
 
 # Rows that vLLM pads its vocabulary to before it cuts it into shards (vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE).
@@ -95,10 +95,13 @@ class ModelConfig:
     dtype: str  # what config.json asks for; if it is silent, what the embedding is stored in
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    sliding_window: int | None = None  # tokens that a token sees in every layer, itself included
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} heads are not a multiple of {self.num_kv_heads} kv heads")
+        if self.sliding_window is not None and (self.sliding_window < 1 or self.architecture != "MistralForCausalLM"):
+            raise ValueError(f"{self.architecture} with a sliding window of {self.sliding_window}")
         if self.head_dim % 2:
             raise ValueError(f"rotary embedding needs an even head dim, not {self.head_dim}")
         if self.architecture == "LlamaForCausalLM" and self.hidden_size % self.num_heads:

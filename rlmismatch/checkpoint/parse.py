@@ -79,6 +79,11 @@ def parse_config(data: Mapping[str, Any], *, where: str) -> ModelConfig:
             dtype=dtype,
             bos_token_id=next(iter(_token_ids(data, "bos_token_id", where)), None),
             eos_token_ids=_token_ids(data, "eos_token_id", where),
+            sliding_window=(
+                _integer(data, "sliding_window", where)
+                if architecture == "MistralForCausalLM" and data.get("sliding_window") is not None
+                else None
+            ),
         )
     except ValueError as error:
         raise _malformed(str(error), where) from None
@@ -122,7 +127,7 @@ def _refuse_features(data: Mapping[str, Any], where: str, architecture: str) -> 
             "checkpoint-sliding-window",
             "the model uses sliding-window attention (use_sliding_window, sliding_window or layer_types in config.json)",
             where=where,
-            hint="only full causal attention can be compared: the trainer has no windowed path that matches the rollout's",
+            hint="a window is built for MistralForCausalLM alone, where every layer has the same",
         )
     features = []
     if data.get("hidden_act", "silu") != "silu":
@@ -195,7 +200,7 @@ def _number(data: Mapping[str, Any], name: str, where: str) -> float:
 
 
 def _flag(data: Mapping[str, Any], name: str, where: str) -> bool:
-    value = data.get(name, False)  # absent means untied in all three architectures
+    value = data.get(name, False)  # absent means untied in all architectures
     if not isinstance(value, bool):
         raise _malformed(f"{name} must be true or false, not {value!r}", where)
     return value

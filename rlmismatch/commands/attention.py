@@ -11,6 +11,15 @@ from rlmismatch.commands.options import Knob
 
 # Option -> knob. Most can be given for one side alone, too: --rollout.accum-dtype bf16.
 KNOBS: Final[tuple[Knob, ...]] = (
+    Knob(
+        "--materialization",
+        "full_prefill|chunked_prefill|paged_prefill|decode",
+        "Form in which the rollout scores, beside full_prefill. Default: all.",
+        side="rollout",
+        multiple=True,
+    ),
+    Knob("--prefix-cache", "on|off", "The rollout's prefix cache. Default: the engine's own.", side="rollout"),
+    Knob("--split-kv-policy", "auto|1|2|4", "Into how many splits a row's keys are cut; auto: as the kernel likes."),
     Knob("--rope", "native|unfused_fp32", "unfused_fp32: RoPE with cos and sin in fp32 and one cast, in every arm.", side="both"),
     Knob("--merge-order", "native|global_block_index", "global_block_index: our fixed fold of KV blocks, in every arm.", side="both"),
     Knob("--accum-dtype", "fp32|bf16", "The pin's running sum, which then is in force in every arm; bf16 rounds it every 16 keys."),
@@ -32,9 +41,13 @@ KNOBS: Final[tuple[Knob, ...]] = (
 def command(ctx: click.Context, /, attention: str | None, **given: Any) -> None:
     """Measure the attention axes: every row with status, tier verdict, local error, alone, last and provenance.
 
-    A knob without a side is for both; --trainer.NAME and --rollout.NAME set it on one side alone.
+    A knob without a side is for both that have it; --trainer.NAME and --rollout.NAME set it on one side alone.
     """
     from rlmismatch.commands import session
+    from rlmismatch.errors import UsageError
 
     knobs, rest = options.split_knobs("attention", KNOBS, given)
+    forms = (knobs["rollout.attention.materialization"] or "").split(",")
+    if "paged_prefill" in forms and knobs["rollout.attention.prefix_cache"] == "off":
+        raise UsageError("paged-prefill-needs-cache", "--materialization paged_prefill reads the prefix cache, and --prefix-cache is off")
     ctx.exit(session.measure("attention", rest, knobs={"attention": attention, **knobs}))

@@ -186,6 +186,7 @@ class Knob:
     help: str
     # each: both sides, or one alone. both: never one alone. trainer, rollout: the other has nothing of the kind, and is not asked.
     side: Literal["each", "both", "trainer", "rollout"] = "each"
+    multiple: bool = False  # repeatable; its value is a comma list
 
     @property
     def name(self) -> str:
@@ -203,7 +204,10 @@ def knob_options(family: str, knobs: Sequence[Knob]) -> Callable[[Callable[..., 
                 function = click.option(option, f"{side}_knob_{knob.name}", type=kind, hidden=True, help=f"{knob.help} {side} alone.")(
                     function
                 )
-            function = click.option(knob.option, f"knob_{knob.name}", type=kind, help=knob.help)(function)
+            several = " (repeatable)" if knob.multiple else ""
+            function = click.option(
+                knob.option, f"knob_{knob.name}", type=kind, multiple=knob.multiple, help=f"{knob.help.removesuffix('.')}{several}."
+            )(function)
         return function
 
     return decorate
@@ -213,8 +217,14 @@ def split_knobs(family: str, knobs: Sequence[Knob], given: Mapping[str, Any]) ->
     """(knob id -> value, the options that are no knobs). A side's own knob is ``trainer.FAMILY.NAME``."""
     ids = {f"{side}_knob_{k.name}": f"{side}.{family}.{k.name}" for k in knobs for side in ("trainer", "rollout")}
     ids |= {f"knob_{k.name}": f"{k.side}.{family}.{k.name}" if k.side in ("trainer", "rollout") else f"{family}.{k.name}" for k in knobs}
-    values = {ids[name]: None if value is None else str(value) for name, value in given.items() if name in ids}
+    values = {ids[name]: _knob_value(value) for name, value in given.items() if name in ids}
     return values, {name: value for name, value in given.items() if name not in ids}
+
+
+def _knob_value(value: Any) -> str | None:
+    if isinstance(value, tuple):
+        return ",".join(map(str, dict.fromkeys(value))) or None
+    return None if value is None else str(value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -156,6 +156,9 @@ HintName = Literal[
     "logprob_above_zero",
     "zero_before_position",
     "one_signed_bias",
+    "backend_fell_back",
+    "positions_shifted_alike",
+    "window_not_reached",
 ]
 
 

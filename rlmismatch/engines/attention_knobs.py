@@ -17,6 +17,7 @@ from rlmismatch.engines import attention_candidates
 from rlmismatch.engines.attention_candidates import Candidate
 from rlmismatch.engines.logprob_knobs import Outcome, applied, unsupported
 from rlmismatch.engines.protocol import SideConfig
+from rlmismatch.errors import UsageError
 
 PREFIX: Final = "attention."
 ACCUM, DOWNCAST, CANDIDATE, BACKWARD = (PREFIX + name for name in ("accum_dtype", "downcast_at", "backend_candidate", "backward_backend"))
@@ -60,6 +61,16 @@ def resolve(config: SideConfig) -> AttentionKnobs:
         else:
             out[BACKWARD] = unsupported(backward, None, "under context parallelism no backward is measured")
     return AttentionKnobs(policy=policy, outcomes=out)
+
+
+def check(config: SideConfig, window: int | None) -> None:
+    """Refuse a precision that is simulated without a window for a model that has one."""
+    if window is not None and resolve(config).policy is not None:
+        raise UsageError(
+            "attention-precision-needs-full-attention",
+            f"--accum-dtype and --downcast-at are built for full causal attention; this model has a sliding window of {window}",
+            where=config.side,
+        )
 
 
 def held_precision(config: SideConfig, fields: dict[str, Reading]) -> dict[str, Reading]:

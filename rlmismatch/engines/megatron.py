@@ -65,10 +65,11 @@ class MegatronEngine:
         Raises UsageError for what is not built or does not fit, EnvironmentUnfitError if the TE spec can not run here.
         """
         config = self.config
-        checkpoint = Checkpoint.open(config.ckpt)
+        self.checkpoint = checkpoint = Checkpoint.open(config.ckpt)
         self.model = checkpoint.config
         self.model.check_fits(config.tp, side="trainer", sp=config.sp)
         megatron_cp.check(config, self.model)
+        attention_knobs.check(config, self.model.sliding_window)
         self.plants = megatron_plants.chosen(config, self.model)
 
         from megatron.core import parallel_state, tensor_parallel
@@ -107,6 +108,7 @@ class MegatronEngine:
                 inv_freq=self.model.rope.inv_freq(self.model.head_dim).to(self.device),
                 chain=logprob_knobs.chain_of(config),
                 head=self._head_settings(),
+                window=self.model.sliding_window,
                 cp=declared,
                 attention=attention_knobs.resolve(config).policy,
             ),
@@ -138,8 +140,7 @@ class MegatronEngine:
             watch = megatron_probe.watching_head(self) if arm.probe == "logits" else megatron_attention.watching(self)
         products = megatron_gemm_probe.watching(self) if arm.probe == "gemm" else contextlib.nullcontext()
         with installed(self.ops.patches(switch, settings)) as counter, watch as seen, products as operands:
-            for sequence in sequences[:1] if arm.probe == "boundary" else sequences:
-                scores[sequence.id] = self._score(sequence)
+            scores |= self.scores(sequences[:1] if arm.probe == "boundary" else sequences)
             alone: dict[str, torch.Tensor] = {}
             if operands is not None:
                 operands.enough = True
@@ -239,11 +240,21 @@ class MegatronEngine:
             )
         return self.cp.whole(out[0])
 
-    def _score(self, sequence: Sequence) -> torch.Tensor:
-        """float64 [len(response_ids)] on the CPU, nats: position t's loss is of token t + 1."""
-        ids = sequence.token_ids
+    def scores(self, sequences: Seq[Sequence]) -> dict[str, torch.Tensor]:
+        """Sequence id -> float64 [len(response_ids)] on the CPU, nats, one sequence after the other."""
+        out: dict[str, torch.Tensor] = {}
+        before: tuple[int, ...] = ()
+        for sequence in sequences:
+            out[sequence.id] = self._score(sequence, before)
+            # A pack whose segment boundaries are lost is one long sequence.
+            before = sequence.token_ids if "packed_without_segments" in self.plants else ()
+        return out
+
+    def _score(self, sequence: Sequence, before: tuple[int, ...]) -> torch.Tensor:
+        """float64 [len(response_ids)], nats: position t's loss is of token t + 1. before: tokens in front of the sequence's own."""
+        ids = (*before, *sequence.token_ids)
         logprob_S = -self.forward(ids, [*ids[1:], 0])
-        return logprob_S[len(sequence.prompt_ids) - 1 : len(ids) - 1].double().cpu()
+        return logprob_S[len(before) + len(sequence.prompt_ids) - 1 : len(ids) - 1].double().cpu()
 
     def _boundaries(self, recorder: Recorder) -> dict[str, torch.Tensor]:
         joined = recorder.boundaries(self.tp.group)

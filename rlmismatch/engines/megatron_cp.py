@@ -65,6 +65,7 @@ class ContextParallelAttention(torch.nn.Module):
         self.cp = cp
         self.impl = impl
         self.softmax_scale = float(config.kv_channels**-0.5)
+        self.window = None if config.window_size is None else int(config.window_size[0]) + 1
         self.attention_dropout = torch.nn.Dropout(0.0)  # there is none here; where Megatron's readers look for it
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -76,7 +77,8 @@ class ContextParallelAttention(torch.nn.Module):
                 where="trainer",
                 hint="use --cp 1, or --trainer-spec te on GPUs",
             )
-        out_sHD = self.cp.attend(attention.paged, query[:, 0], key[:, 0], value[:, 0], scale=self.softmax_scale, impl=self.impl)
+        qkv = (query[:, 0], key[:, 0], value[:, 0])
+        out_sHD = self.cp.attend(attention.paged, *qkv, scale=self.softmax_scale, window=self.window, impl=self.impl)
         return out_sHD.flatten(1)[:, None]
 
 

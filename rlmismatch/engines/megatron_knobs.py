@@ -8,7 +8,7 @@ from typing import Any, Final, cast, get_args
 
 import torch
 
-from rlmismatch.engines import attention_knobs
+from rlmismatch.engines import attention_forms, attention_knobs
 from rlmismatch.engines.gemm_flags import PREFIX as GEMM
 from rlmismatch.engines.logprob_knobs import PREFIX, Outcome, applied, asked, chain_of, chain_outcomes, merge_order, unsupported
 from rlmismatch.engines.protocol import SideConfig
@@ -59,6 +59,7 @@ def resolve(config: SideConfig, extra: Mapping[str, Any], *, padded: bool, te_lo
     head = HeadSettings(dtype=_head_dtype(config, values, out), rows=_rows(config, values, out))
     out |= _backward(values, loss)
     out |= attention_knobs.resolve(config).outcomes
+    out |= attention_forms.trainer_outcomes(config)
     unknown = {k: v for k, v in {**config.knobs, **extra}.items() if k not in out and "." in k and not k.startswith(GEMM)}
     out |= {k: unsupported(v, None, "not a knob of the trainer") for k, v in unknown.items()}
     return TrainerKnobs(loss=loss, head=head, outcomes=out)

@@ -69,6 +69,7 @@ def fused_loss(config: Any, fusion: str) -> Iterator[None]:
 def cpu_shims() -> contextlib.AbstractContextManager[Any]:
     """Makes Megatron-core's few hard-wired CUDA calls point at the CPU while the context is open. Process-wide."""
     from megatron.core import tensor_parallel
+    from megatron.core.fusions import fused_softmax
     from megatron.core.tensor_parallel import layers
 
     cpu, tracker = torch.device("cpu"), _NoRngTracker()
@@ -77,8 +78,15 @@ def cpu_shims() -> contextlib.AbstractContextManager[Any]:
             Patch(target=torch.cuda, name="current_device", make=lambda _: lambda: cpu, pins=()),
             Patch(target=tensor_parallel, name="get_cuda_rng_tracker", make=lambda _: lambda *a, **k: tracker, pins=()),
             Patch(target=layers, name="get_cuda_rng_tracker", make=lambda _: lambda *a, **k: tracker, pins=()),
+            Patch(target=fused_softmax, name="get_sliding_window_causal_mask", make=lambda _: _window_mask, pins=()),
         ]
     )
+
+
+def _window_mask(queries: int, keys: int, window_size: tuple[int, int]) -> torch.Tensor:
+    """Megatron's own mask of a sliding window, bool [queries, keys], True where a query may not look, on the CPU."""
+    seen = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries - window_size[0]).tril(keys - queries + window_size[1])
+    return ~seen
 
 
 def have_transformer_engine() -> bool:
@@ -191,6 +199,8 @@ def _transformer_config(config: SideConfig, model: ModelConfig) -> Any:
             num_attention_heads=model.num_heads,
             num_query_groups=model.num_kv_heads,
             kv_channels=model.head_dim,
+            # Megatron's pair counts the tokens beside the current one.
+            window_size=None if model.sliding_window is None else (model.sliding_window - 1, 0),
             ffn_hidden_size=model.intermediate_size,
             tensor_model_parallel_size=config.tp,
             context_parallel_size=config.cp,

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlmismatch.contract import Reading, documented
+from rlmismatch.engines import attention_plants
+from rlmismatch.engines import megatron_plants_attention as attention_faults
 from rlmismatch.engines import megatron_plants_gemm as gemm_plants
 from rlmismatch.engines import megatron_plants_gradients as backward
 from rlmismatch.engines import megatron_plants_logprob as faults
@@ -291,6 +293,51 @@ PLANTS: Mapping[str, TrainerPlant] = {
         what="the head reads the hidden state of the row before",
         apply=lambda site: faults.head_row_off_by_one(site.gpt, site.shard),
         with_cp=False,
+    ),
+    "softmax_scale": TrainerPlant(
+        what="attention scales the scores by twice as much",
+        apply=lambda site: attention_faults.softmax_scale(site.gpt),
+        specs=("local",),
+        with_cp=False,
+    ),
+    "window_off_by_one": TrainerPlant(
+        what="a token sees one more than the window holds",
+        apply=lambda site: attention_faults.window_off_by_one(site.gpt),
+        refuse=lambda config, model: None if model.sliding_window else "the checkpoint has no sliding window",
+        specs=("local",),
+        with_cp=False,
+    ),
+    "backend_fell_back": TrainerPlant(
+        what="flash attention is asked for and the local spec's own runs",
+        apply=lambda site: attention_faults.backend_fell_back(site.gpt),
+        specs=("local",),
+    ),
+    "rope_interleaved": TrainerPlant(
+        what="RoPE pairs neighbouring elements", apply=lambda site: attention_faults.rope_interleaved(site.gpt)
+    ),
+    "yarn_factor": TrainerPlant(what="cos and sin are 1.4159 times too large", apply=lambda site: attention_faults.yarn_factor(site.gpt)),
+    "positions_jump": TrainerPlant(
+        what="positions skip 5 ahead at token 8",
+        apply=lambda site: attention_faults.positions(site.gpt, attention_plants.jumping, "positions_jump"),
+        with_cp=False,
+    ),
+    "positions_shifted": TrainerPlant(
+        what="all positions are 7 higher",
+        apply=lambda site: attention_faults.positions(site.gpt, attention_plants.shifted, "positions_shifted"),
+        with_cp=False,
+    ),
+    "gqa_tiled": TrainerPlant(
+        what="query heads take key/value heads in turn",
+        apply=lambda site: attention_faults.gqa_tiled(site.gpt),
+        refuse=lambda config, model: attention_plants.why_not_tiled(model.num_heads, model.num_kv_heads, config.tp),
+    ),
+    "heads_swapped": TrainerPlant(
+        what="a rank's first and last query head are swapped",
+        apply=lambda site: attention_faults.heads_swapped(site.gpt),
+        refuse=lambda config, model: None if model.num_heads > config.tp else "a rank has one query head",
+    ),
+    "packed_without_segments": TrainerPlant(
+        what="each sequence is scored behind the one before it, as in a pack without segment boundaries; the engine puts it there",
     ),
     "cp_contiguous_vs_zigzag": TrainerPlant(
         what="context-parallel ranks are handed contiguous pieces, and rotary embedding and attention take them for zigzag ones",

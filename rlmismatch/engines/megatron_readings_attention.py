@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from rlmismatch.contract import not_applicable, read
-from rlmismatch.engines import megatron_cp, megatron_trials
+from rlmismatch.contract import Reading, not_applicable, read
+from rlmismatch.engines import attention_probe, head_canary, megatron_attention_trial, megatron_cp, megatron_trials, rope_probe
+from rlmismatch.engines.megatron_attention_trial import AttentionTrial
 from rlmismatch.engines.megatron_evidence import Fields, by_table, derived, dtype_of
 
 if TYPE_CHECKING:
@@ -15,14 +16,16 @@ if TYPE_CHECKING:
 
     from rlmismatch.engines.megatron import MegatronEngine
 
+_OPERATOR_TRIAL: Final = "trial: known Q, K, V through core_attention"
 _POW_ERROR: Final = 2.0**-21  # relative; four units in the last place of float32
 
 
 def attention_readings(engine: MegatronEngine) -> dict[str, Fields]:
     """axis id -> field -> reading. Collective: a short trial runs on all ranks."""
-    rope = _rope(engine)
+    found = megatron_attention_trial.ask(engine, window=_window(engine))
+    rope = _rope(engine, found)
     return {
-        "attention.provenance": _attention_provenance(engine, rope),
+        "attention.provenance": _attention_provenance(engine, rope, found),
         "attention.materialization": {
             "logical_rows": by_table("one query row per token", "transformer/dot_product_attention.py"),
             "physical_form": by_table("full_prefill", "models/gpt/gpt_model.py: forward without an inference context"),
@@ -30,38 +33,64 @@ def attention_readings(engine: MegatronEngine) -> dict[str, Fields]:
             "block_size": not_applicable("no KV cache in the trainer"),
         },
         "attention.rope": rope,
-        "attention.layout": _attention_layout(engine),
+        "attention.layout": _attention_layout(engine, found),
+        "attention.paged_kv": _no_cache(engine, rope),
         "attention.lse": megatron_cp.lse_readings(engine),
     }
 
 
-def _attention_provenance(engine: MegatronEngine, rope: Fields) -> Fields:
+def _attention_provenance(engine: MegatronEngine, rope: Fields, found: AttentionTrial) -> Fields:
     gpt = engine.gpt
     attention = gpt.decoder.layers[0].self_attention
     core, config = attention.core_attention, gpt.config
     scale = scores_module(engine, core).softmax_scale
+    requested = config.attention_backend.name
     return {
         **_heads(engine),
         "dtype": read(dtype_of(attention.linear_qkv.weight), "linear_qkv.weight.dtype"),
         "tensor_parallel_size": read(engine.tp.size, "size of the live tensor-parallel group"),
         "context_parallel_size": read(int(config.context_parallel_size), "config.context_parallel_size"),
-        "mask": read(attention.attn_mask_type.name, "self_attention.attn_mask_type"),
-        "sliding_window": read(0 if config.window_size is None else int(config.window_size[0]) + 1, "config.window_size"),
-        "softmax_scale": read(float(torch.tensor(scale, dtype=torch.float32)), "core_attention.softmax_scale, as float32"),
-        "logit_soft_cap": by_table(0.0, "transformer/dot_product_attention.py"),
-        "sinks": read(config.softmax_type != "vanilla", "config.softmax_type"),
+        **attention_probe.operator_fields(
+            found.operators,
+            scale=float(torch.tensor(scale, dtype=torch.float32)),
+            soft_cap=0.0,
+            window=_window(engine),
+            reaches_window=found.reaches_window,
+            source=_OPERATOR_TRIAL,
+        ),
         "rope_identity": derived(
             rope["theta"], lambda theta: f"theta={theta},scaling={rope['scaling'].value},factor={rope['attention_factor'].value}"
         ),
         "cache_identity": by_table("cold", "models/gpt/gpt_model.py: no inference context, so no cache"),
-        "requested_backend": read(config.attention_backend.name, "config.attention_backend"),
+        "requested_backend": read(requested, "config.attention_backend"),
         "actual_backend": megatron_trials.attention_backend(engine),
         "mode": read("eager", "config.cuda_graph_impl"),
-        "fallback_reason": not_applicable("the spec names the class"),
+        "fallback_reason": _fallback(engine, requested),
     }
 
 
-def _rope(engine: MegatronEngine) -> Fields:
+def _fallback(engine: MegatronEngine, requested: str) -> Reading:
+    """Megatron's local spec has one attention class, whatever its config asks for."""
+    if requested == "auto":
+        return not_applicable("no backend was asked for by name")
+    ran = megatron_trials.attention_backend(engine)
+    if engine.config.trainer_spec == "local":
+        return read(f"{requested} was asked for; the local spec builds {ran.value}", "type(core_attention), config.attention_backend")
+    if requested in str(ran.value):
+        return not_applicable("the backend that was asked for ran")
+    return read(f"{requested} was asked for; transformer_engine ran {ran.value}", ran.source)
+
+
+def _window(engine: MegatronEngine) -> int:
+    """Tokens in the window that is set, the current one included; Megatron's pair leaves the current one out. 0: none."""
+    size = engine.gpt.config.window_size
+    if engine.config.trainer_spec == "local" and engine.cp.size == 1:
+        sizes = [layer.self_attention.core_attention.scale_mask_softmax.window_size for layer in engine.gpt.decoder.layers]
+        size = max(sizes, key=lambda s: -1 if s is None else s[0])
+    return 0 if size is None or size[0] < 0 else int(size[0]) + 1
+
+
+def _rope(engine: MegatronEngine, found: AttentionTrial) -> Fields:
     """theta and scaling are those that reproduce the live frequencies; a wrong theta shows as what it is.
 
     Megatron computes them on the model's device, whose pow may round differently: a few units in the last place are no other theta.
@@ -80,10 +109,7 @@ def _rope(engine: MegatronEngine) -> Fields:
     return {
         "theta": theta,
         "scaling": scaling,
-        "attention_factor": by_table(1.0, "transformer/attention.py: mscale is 1 without YaRN"),
-        "rotary_dim": read(width, "rotary_pos_emb.inv_freq"),
-        "rotary_layout": read("interleaved" if engine.gpt.config.rotary_interleaved else "half", "config.rotary_interleaved"),
-        "position_ids": by_table("0..n-1", "models/common/embeddings/rotary_pos_embedding.py: arange, position ids are ignored"),
+        **rope_probe.rotation_fields(found.rotation, [0], "trial: unit vectors through rotary_pos_emb and apply_rotary_pos_emb"),
         "cache_position": by_table("absolute", "models/common/embeddings/rotary_pos_embedding.py"),
         "q_rope_state": by_table("rotated", "transformer/attention.py"),
         "k_cache_rope_state": by_table("rotated", "transformer/attention.py: K as core attention gets it"),
@@ -92,14 +118,28 @@ def _rope(engine: MegatronEngine) -> Fields:
     }
 
 
-def _attention_layout(engine: MegatronEngine) -> Fields:
+def _attention_layout(engine: MegatronEngine, found: AttentionTrial) -> Fields:
     own = _query_heads(engine) // engine.tp.size
     return {
         **_heads(engine),
-        "tp_head_ownership": read([[rank * own, (rank + 1) * own] for rank in range(engine.tp.size)], f"{_HEADS_SOURCE}, over ranks"),
-        "gqa_mapping": by_table("block", "transformer/dot_product_attention.py: repeat_interleave"),
+        "tp_head_ownership": head_canary.ownership(found.heads[0], own, engine.tp.size),
+        "gqa_mapping": attention_probe.gqa_field(found.operators, _OPERATOR_TRIAL),
         "qkv_layout": by_table("per kv group: q heads, k, v", "transformer/attention.py: get_query_key_value_tensors"),
-        "segment_boundaries": read("per sequence", "batch of 1, packed_seq_params is None"),
+        "segment_boundaries": megatron_attention_trial.segments(engine),
+    }
+
+
+def _no_cache(engine: MegatronEngine, rope: Fields) -> Fields:
+    """What a rollout's cache has to come to: the trainer attends to K and V of the running forward, in the order of the tokens."""
+    source = "models/gpt/gpt_model.py: no inference context, so no cache"
+    none = not_applicable("no KV cache in the trainer")
+    return {
+        "logical_token_order": by_table("ascending", source),
+        "cache_identity": by_table("cold", source),
+        "position_ids": rope["position_ids"],
+        "weight_version": by_table("as loaded", source),
+        "kv_dtype": read(dtype_of(engine.gpt.decoder.layers[0].self_attention.linear_qkv.weight), "linear_qkv.weight.dtype"),
+        **dict.fromkeys(("paged_kv_policy", "page_table", "block_size", "prefix_cache_hits"), none),
     }
 
 

@@ -170,7 +170,15 @@ def _exact_rotary(module: Any) -> Any:
 
 
 def _exact_attention(
-    module: Any, q_1HTD: torch.Tensor, k_1HTD: torch.Tensor, v_1HTD: torch.Tensor, mask: torch.Tensor | None, *, scaling: float, **_: Any
+    module: Any,
+    q_1HTD: torch.Tensor,
+    k_1HTD: torch.Tensor,
+    v_1HTD: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention of one whole sequence in the dtype of its inputs: [1, T, H, D]. transformers' attention interface."""
     if mask is not None or q_1HTD.shape[0] != 1 or q_1HTD.shape[2] != k_1HTD.shape[2]:
@@ -184,6 +192,8 @@ def _exact_attention(
         end = min(start + _QUERY_BLOCK, tokens)
         scores = q_1HTD[:, :, start:end] @ k_1HTD[:, :, :end].transpose(2, 3) * scaling
         future = positions[None, :end] > positions[start:end, None]
+        if sliding_window is not None:
+            future = future | (positions[None, :end] <= positions[start:end, None] - sliding_window)
         blocks.append(torch.softmax(scores.masked_fill(future, -torch.inf), -1) @ v_1HTD[:, :, :end])
     return torch.cat(blocks, 2).transpose(1, 2).contiguous(), None
 

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 
 SideName = Literal["trainer", "rollout", "oracle"]
 Impl = Literal["reference", "triton"]
-# trainer: forward. rollout: prefill, chunked, decode. oracle: oracle (float64 or float32), plain (model dtype).
-ScorePath = Literal["forward", "prefill", "chunked", "decode", "oracle", "plain"]
+# trainer: forward. rollout: prefill, chunked, paged, decode, and what pages come to (vllm_scoring.py). oracle: oracle (float64 or
+# float32), plain (model dtype).
+ScorePath = Literal[
+    "forward", "prefill", "chunked", "paged", "decode", "decode_hit", "prefill_shuffled", "decode_shuffled", "oracle", "plain"
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ objects can be read and hooked. Works with the CPU build 0.32 and with 0.24 on C
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import time
@@ -22,25 +23,33 @@ import torch.distributed as dist
 from rlmismatch.checkpoint import Checkpoint
 from rlmismatch.contract import Reading
 from rlmismatch.engines import (
+    attention_forms,
     attention_knobs,
     gemm_flags,
     gemm_knobs,
     logprob_knobs,
     vllm_attention_capture,
+    vllm_attention_trial,
     vllm_compile,
     vllm_gemm_probe,
+    vllm_kernel_calls,
     vllm_knobs,
+    vllm_paged,
     vllm_plants,
+    vllm_plants_attention,
     vllm_probe,
     vllm_provenance,
     vllm_readings,
+    vllm_readings_attention,
     vllm_sums,
     vllm_transforms,
     vllm_weights,
 )
 from rlmismatch.engines.gemm_probe import Seen
 from rlmismatch.engines.protocol import Arm, ArmResult, SideConfig
+from rlmismatch.engines.vllm_attention_trial import AttentionTrial
 from rlmismatch.engines.vllm_collectives import CollectiveLog
+from rlmismatch.engines.vllm_paged import CacheTrial
 from rlmismatch.engines.vllm_scoring import RolloutPath, Scorer, tokenised
 from rlmismatch.engines.vllm_site import Site
 from rlmismatch.errors import EnvironmentUnfitError, UsageError
@@ -51,6 +60,7 @@ from rlmismatch.pins.vllm import VllmPins
 from rlmismatch.pins.vllm_live import LiveModel
 from rlmismatch.tokens import Prompt, Sequence
 
+_PAGE_MULTIPLE = {"cpu": 32, "cuda": 16}  # what CPU_ATTN and FLASH_ATTN take
 _KV_CACHE_BYTES = 2**30  # on the CPU; pages that no token reaches are never touched
 
 
@@ -69,9 +79,18 @@ class VllmEngine:
             raise UsageError("context-parallel-not-built", "the rollout side runs without context parallelism", where="rollout")
         if not config.temperature > 0:
             raise UsageError("temperature-not-positive", f"temperature is {config.temperature}", where="rollout")
+        multiple = _PAGE_MULTIPLE[config.device]
+        if config.block_size % multiple:
+            raise UsageError(
+                "block-size-unsupported",
+                f"vLLM's attention on {config.device} keeps pages of a multiple of {multiple} tokens, not of {config.block_size}",
+                where="rollout",
+                hint=f"--block-size {max(multiple, config.block_size // multiple * multiple)}",
+            )
         self._checkpoint = Checkpoint.open(config.ckpt)
         model = self._checkpoint.config
         model.check_fits(config.tp, side="rollout")
+        attention_knobs.check(config, model.sliding_window)
         self._plants = vllm_plants.chosen(config, model)
         self._set_environment()
         # Ranks that do not share a name have no shared memory in common: vLLM then sums by gloo.
@@ -91,6 +110,7 @@ class VllmEngine:
             num_kv_heads=model.num_kv_heads,
             vocab_size=model.vocab_size,
             chain=logprob_knobs.chain_of(config),
+            window=model.sliding_window,
         )
         backend = self._live.layers[0].self_attn.attn.attn_backend
         if not backend.supports_head_size(model.head_dim):  # the CPU's says so in the middle of the first step only
@@ -101,7 +121,13 @@ class VllmEngine:
                 hint=f"it has {', '.join(map(str, backend.get_supported_head_sizes()))}",
             )
         self._host_group = group.cpu_group if group.world_size > 1 else None
-        self._scorer = Scorer(llm=self._llm, runner=runner, chunk_size=config.chunk_size)
+        self._scorer = Scorer(
+            llm=self._llm,
+            runner=runner,
+            chunk_size=config.chunk_size,
+            block_size=int(runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size),
+            older_weights=(functools.partial(vllm_plants_attention.older_weights, self._live) if "stale_kv" in self._plants else None),
+        )
         self._stack.enter_context(vllm_transforms.in_force(self._live, config))
         self._stack.enter_context(gemm_flags.in_force(config))
         self._collectives = CollectiveLog(group.device_communicator)
@@ -109,6 +135,9 @@ class VllmEngine:
         sums = vllm_sums.replacements(config, self._live.tp, group.device_communicator, self._collectives)
         for patches in (sums, self._collectives.patches(runner)):
             self._stack.enter_context(installed(patches))
+        splits = config.knobs.get("attention.split_kv_policy", "auto")
+        if config.device == "cuda" and splits != "auto":
+            self._stack.enter_context(installed(vllm_kernel_calls.fixed_splits(self._live, int(splits))))
         for plant in self._plants.values():
             self._stack.enter_context(installed(plant.apply(self._live, config)))
 
@@ -141,7 +170,7 @@ class VllmEngine:
         boundary = arm.probe == "boundary"
         recorder = Recorder()
         switch = OpSwitch(active=arm.pins, probe=hook_probe(arm.probe), recorder=recorder)
-        knobs = vllm_knobs.resolve(self.config, arm.settings, self._live)
+        knobs = vllm_knobs.resolve(self.config, arm.settings, self._live, self._attention_knobs())
         pins = VllmPins(self._live, impl=self.config.impl, switch=switch, way=knobs.way, policy=attention_knobs.resolve(self.config).policy)
         result = ArmResult(arm=arm)
         began = (Counter(self._collectives.calls), Counter(self._collectives.steps))
@@ -158,7 +187,8 @@ class VllmEngine:
             if operands is not None:
                 operands.enough = True
                 stepped = vllm_gemm_probe.steps(sequences, scorer=self._scorer, log=self._collectives, began=began)
-        outcomes = knobs.outcomes | self._gemm_outcomes(self._collectives.all_reduces(began[0]))
+        # The attention knobs again: some can be read back from the scored steps only.
+        outcomes = knobs.outcomes | self._gemm_outcomes(self._collectives.all_reduces(began[0])) | self._attention_knobs()
         result.knobs = gemm_knobs.under_pin(logprob_knobs.under_pin(outcomes, arm.pins), arm.pins)
         result.calls = {pin: calls.total(pin) for pin in sorted(arm.pins)}
         result.local = recorder.local_errors(self._host_group) if arm.probe == "local" else []
@@ -242,6 +272,8 @@ class VllmEngine:
             VLLM_ALLOW_LONG_MAX_MODEL_LEN="1",  # for the one token beyond a full sequence, see _start
         )
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        if self.config.device == "cpu" and self.config.knobs.get("attention.split_kv_policy") in ("auto", "1"):
+            os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0" if self.config.knobs["attention.split_kv_policy"] == "1" else "1"
         if self.config.device == "cpu" and vllm_compile.mode_of(self.config) == "eager":
             # Nothing of an eager model is compiled, but vLLM compiles the rank counter behind its log-probs: up to 20 s, once.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -261,6 +293,10 @@ class VllmEngine:
             kv_heads = max(1, model.num_kv_heads // config.tp)
             bytes_a_token = 2 * model.num_layers * kv_heads * model.head_dim * getattr(torch, config.dtype).itemsize
             options["kv_cache_memory_bytes"] = max(_KV_CACHE_BYTES, 2 * length * bytes_a_token)
+        if config.knobs.get("attention.prefix_cache") is not None:
+            options["enable_prefix_caching"] = config.knobs["attention.prefix_cache"] == "on"
+        if "backend_fell_back" in self._plants:
+            options["attention_config"] = {"backend": "FLASH_ATTN"}
         return LLM(
             model=config.ckpt,
             skip_tokenizer_init=not self._checkpoint.has_tokenizer,
@@ -297,6 +333,37 @@ class VllmEngine:
             tp=self._tp_group(),
             collectives=self._collectives,
             plants={name: plant.what for name, plant in self._plants.items()},
+            trial=self._trial,
+            cache=self._cache_trial,
+        )
+
+    def _attention_knobs(self) -> dict[str, dict[str, Any]]:
+        """What became of the attention family's knobs, as far as the engine has shown yet."""
+        if not any(knob.startswith(attention_forms.PREFIX) for knob in self.config.knobs):
+            return {}
+        return attention_forms.rollout_outcomes(
+            self.config,
+            caching=bool(self._scorer.scheduler.kv_cache_manager.enable_caching),
+            kv_splits=self._trial.kv_splits,
+            cached=self._scorer.cached,
+        )
+
+    @functools.cached_property
+    def _cache_trial(self) -> CacheTrial:
+        """What the live KV cache was found to hold, once a load. Collective."""
+        caching = bool(self._scorer.scheduler.kv_cache_manager.enable_caching)
+        return vllm_paged.ask(self._live, self._scorer, longest=self._max_length, caching=caching)
+
+    @functools.cached_property
+    def _trial(self) -> AttentionTrial:
+        """What the live attention was found to do, once a load: plants are in by then. Collective."""
+        return vllm_attention_trial.ask(
+            self._live,
+            self._scorer,
+            self._checkpoint,
+            window=max(vllm_readings_attention.window(layer.self_attn.attn.impl.sliding_window) for layer in self._live.layers),
+            longest=self._max_length,
+            scale=self._checkpoint.config.head_dim**-0.5,
         )
 
 

@@ -31,12 +31,12 @@ class RolloutKnobs:
     outcomes: dict[str, Outcome]
 
 
-def resolve(config: SideConfig, extra: Mapping[str, Any], live: LiveModel) -> RolloutKnobs:
-    """The knobs of `config`, with an arm's `extra` ones first."""
+def resolve(config: SideConfig, extra: Mapping[str, Any], live: LiveModel, attention: Mapping[str, Outcome] | None = None) -> RolloutKnobs:
+    """The knobs of `config`, with an arm's `extra` ones first. attention: what became of the attention family's."""
     given = {k.removeprefix(PREFIX) for k in (*config.knobs, *extra) if k.startswith(PREFIX)}
     values = {name: asked(config, extra, name) for name in given}
     chain = chain_of(config)
-    out = chain_outcomes(config, chain)
+    out = {**chain_outcomes(config, chain), **(attention or {})}
     way = _way(values, out, live)
     head_dtype, rows = None, None
     if values.get("head_dtype") is not None:

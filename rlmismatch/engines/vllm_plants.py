@@ -13,6 +13,8 @@ import torch
 
 from rlmismatch.checkpoint import ModelConfig
 from rlmismatch.contract import Reading, documented
+from rlmismatch.engines import attention_plants
+from rlmismatch.engines import vllm_plants_attention as attention_faults
 from rlmismatch.engines import vllm_plants_gemm as gemm_plants
 from rlmismatch.engines import vllm_plants_logprob as faults
 from rlmismatch.engines.gemm_faults import SAYS_INVARIANT
@@ -208,6 +210,49 @@ PLANTS: Final[Mapping[str, RolloutPlant]] = {
     ),
     "auto_split_under_invariance_claim": RolloutPlant(
         what="the backend that is to stand in splits a decode step's keys by load; the trial of it (attention_candidates.py) puts it in"
+    ),
+    "softmax_scale": RolloutPlant(
+        what="attention scales the scores by twice as much", apply=lambda live, config: attention_faults.softmax_scale(live)
+    ),
+    "window_off_by_one": RolloutPlant(
+        what="a token sees one more than the window holds",
+        apply=lambda live, config: attention_faults.window_off_by_one(live),
+        refuse=lambda config, model: None if model.sliding_window else "the checkpoint has no sliding window",
+    ),
+    "backend_fell_back": RolloutPlant(
+        what="FLASH_ATTN is asked for and the platform's own runs; the engine asks for it",
+        refuse=lambda config, model: None if config.device == "cpu" else "on CUDA vLLM runs what it is asked for, or stops",
+    ),
+    "rope_interleaved": RolloutPlant(
+        what="RoPE pairs neighbouring elements", apply=lambda live, config: attention_faults.rope_interleaved(live)
+    ),
+    "yarn_factor": RolloutPlant(
+        what="cos and sin are 1.4159 times too large", apply=lambda live, config: attention_faults.yarn_factor(live)
+    ),
+    "positions_jump": RolloutPlant(
+        what="positions skip 5 ahead at token 8",
+        apply=lambda live, config: attention_faults.positions(live, attention_plants.jumping, "positions_jump"),
+    ),
+    "positions_shifted": RolloutPlant(
+        what="all positions are 7 higher",
+        apply=lambda live, config: attention_faults.positions(live, attention_plants.shifted, "positions_shifted"),
+    ),
+    "gqa_tiled": RolloutPlant(
+        what="query heads take key/value heads in turn",
+        apply=lambda live, config: attention_faults.gqa_tiled(live),
+        refuse=lambda config, model: attention_plants.why_not_tiled(model.num_heads, model.num_kv_heads, config.tp),
+    ),
+    "heads_swapped": RolloutPlant(
+        what="a rank's first and last query head are swapped",
+        apply=lambda live, config: attention_faults.heads_swapped(live),
+        refuse=lambda config, model: None if model.num_heads > config.tp else "a rank has one query head",
+    ),
+    "page_swap": RolloutPlant(
+        what="attention reads the first two pages of a sequence in each other's place",
+        apply=lambda live, config: attention_faults.page_swap(live),
+    ),
+    "stale_kv": RolloutPlant(
+        what="the prefix cache outlives a weight update, and decode reads from it; the scorer leaves the reset out",
     ),
     "pad_rows_included": RolloutPlant(what="the padded rows are counted in the denominator", apply=faults.pad_rows_included),
     "shard_gap": RolloutPlant(what="a row of the head belongs to no rank", apply=faults.shard_gap),

@@ -59,6 +59,7 @@ def provenance(site: Site) -> dict[str, Any]:
         "modules": {name: f"{type(m).__module__}.{type(m).__qualname__}" for name, m in modules.items()},
         "norm_method": forward_method(layer.input_layernorm),
         "gemm": gemm_library(site),
+        "attention_kernels": site.trial.kernels,
         "attention_backends": sorted(attention_backends(site)),
         "communicator": None if communicator is None else type(communicator).__name__,
         "all_reduces": site.collectives.all_reduces(),

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from rlmismatch.contract import not_applicable, read
-from rlmismatch.engines import attention_knobs, vllm_trials
+from rlmismatch.contract import Reading, not_applicable, read, unknown
+from rlmismatch.engines import attention_knobs, attention_probe, head_canary, rope_probe, vllm_trials
+from rlmismatch.engines.vllm_paged import CacheTrial
 from rlmismatch.engines.vllm_site import (
     Fields,
     Site,
@@ -49,6 +50,10 @@ def _attention_provenance(site: Site, rope: Fields) -> Fields:
     impls = [layer.self_attn.attn.impl for layer in site.live.layers]
     backends = sorted(attention_backends(site))
     requested = site.vllm_config.attention_config.backend
+    requested_name = "auto" if requested is None else str(getattr(requested, "name", requested))
+    actual = one_value(layer.self_attn.attn.attn_backend.get_name() for layer in site.live.layers)
+    operators = (*site.trial.prefill, *site.trial.decode)
+    set_window = one_value(window(impl.sliding_window) for impl in impls)
     return {
         **_heads(site),
         "dtype": read(one_value(str(layer.self_attn.attn.dtype).removeprefix("torch.") for layer in site.live.layers), "attn.dtype"),
@@ -56,21 +61,29 @@ def _attention_provenance(site: Site, rope: Fields) -> Fields:
         "context_parallel_size": read(
             int(site.vllm_config.parallel_config.decode_context_parallel_size), "parallel_config.decode_context_parallel_size"
         ),
-        "mask": read("causal" if site.attention.attn.attn_type == "decoder" else str(site.attention.attn.attn_type), "attn.attn_type"),
-        "sliding_window": read(one_value(_window(impl.sliding_window) for impl in impls), "attn.impl.sliding_window"),
-        "softmax_scale": read(one_value(_as_float32(impl.scale) for impl in impls), "attn.impl.scale, as float32"),
-        "logit_soft_cap": read(
-            one_value(float(getattr(impl, "logits_soft_cap", None) or 0.0) for impl in impls), "attn.impl.logits_soft_cap"
+        **attention_probe.operator_fields(
+            operators,
+            scale=one_value(_as_float32(impl.scale) for impl in impls),
+            soft_cap=one_value(float(getattr(impl, "logits_soft_cap", None) or 0.0) for impl in impls),
+            window=set_window,
+            reaches_window=site.trial.reaches_window,
+            source="trial: known Q, K, V through attn.impl, prefill and decode",
         ),
-        "sinks": read(one_value(getattr(impl, "sinks", None) is not None for impl in impls), "attn.impl.sinks"),
         "rope_identity": derived(
             rope["theta"], lambda theta: f"theta={theta},scaling={rope['scaling'].value},factor={rope['attention_factor'].value}"
         ),
-        "cache_identity": read("cold", "num_cached_tokens of every request is 0, or the request is refused"),
-        "requested_backend": read("auto" if requested is None else getattr(requested, "name", str(requested)), "attention_config.backend"),
-        "actual_backend": read(backends[0] if len(backends) == 1 else backends, "attn.backend, attn.impl of every layer"),
+        "cache_identity": _cache_identity(site),
+        "requested_backend": read(requested_name, "attention_config.backend"),
+        "actual_backend": read(
+            backends[0] if len(backends) == 1 else backends,
+            "; ".join(f"{phase}: {', '.join(calls)}" for phase, calls in site.trial.kernels.items()) or "attn.impl of every layer",
+        ),
         "mode": read("eager" if is_eager(site.vllm_config.compilation_config) else "compiled", "compilation_config.mode"),
-        "fallback_reason": not_applicable("the platform has one backend for this model"),
+        "fallback_reason": (
+            not_applicable("the backend that was asked for ran" if requested is not None else "no backend was asked for by name")
+            if requested is None or actual == requested_name
+            else read(f"{requested_name} cannot run on {site.config.device} here: the platform chose {actual}", "attn.attn_backend")
+        ),
     }
 
 
@@ -91,10 +104,9 @@ def _rope(site: Site) -> Fields:
     return {
         "theta": theta,
         "scaling": read(spec.scaling if as_asked else type(rotary).__name__, "type(rotary_emb) and its factors"),
-        "attention_factor": read(float(getattr(rotary, "attention_factor", 1.0)), "rotary_emb.attention_factor, absent without YaRN"),
-        "rotary_dim": read(int(rotary.rotary_dim), "rotary_emb.rotary_dim"),
-        "rotary_layout": read("half" if rotary.is_neox_style else "interleaved", "rotary_emb.is_neox_style"),
-        "position_ids": site.documented("0..n-1", "v1/worker/gpu_model_runner.py: computed tokens + arange"),
+        **rope_probe.rotation_fields(
+            site.trial.rotation, site.trial.positions_passed, "trial: unit vectors through rotary_emb; the positions it is called with"
+        ),
         "cache_position": site.documented("absolute", "v1/worker/gpu_model_runner.py"),
         "q_rope_state": site.documented("rotated", "model_executor/models: rotary_emb before attn"),
         "k_cache_rope_state": site.documented("rotated", "model_executor/models: rotary_emb before attn, which writes the cache"),
@@ -116,29 +128,50 @@ def _attention_layout(site: Site) -> Fields:
     own = int(site.attention.num_heads)
     return {
         **_heads(site),
-        "tp_head_ownership": read(
-            [[rank * own, (rank + 1) * own] for rank in range(site.tp.world_size)], "self_attn.num_heads, over ranks"
-        ),
-        "gqa_mapping": site.by_device(
-            cpu=("block", "csrc/cpu/cpu_attn_impl.hpp: q_heads_per_kv"), cuda=("block", "vllm_flash_attn: h // (Hq / Hkv)")
-        ),
+        "tp_head_ownership": _ownership(site, own),
+        "gqa_mapping": attention_probe.gqa_field((*site.trial.prefill, *site.trial.decode), "trial: known Q, K, V through attn.impl"),
         "qkv_layout": site.documented("q heads, k heads, v heads", "model_executor/layers/linear.py: QKVParallelLinear"),
         "segment_boundaries": read("per sequence", "query_start_loc and seq_lens of the attention metadata"),
     }
 
 
+def _ownership(site: Site, own: int) -> Reading:
+    ranks = site.tp.world_size
+    if site.trial.heads:
+        return head_canary.ownership(site.trial.heads[0], own, ranks)
+    return read([[r * own, (r + 1) * own] for r in range(ranks)], "self_attn.num_heads, over ranks; compiled code calls no hook")
+
+
 def _paged_kv(site: Site) -> Fields:
+    cache, source = site.cache, "trial: K and V of the first layer, read through the kernel's own block table"
+    positions = rope_probe.rotation_fields(site.trial.rotation, site.trial.positions_passed, "trial: positions of prefill and decode steps")
+    written = "the older weights" if cache.stale_pages else "as loaded"
     return {
-        "logical_token_order": site.documented("ascending", "v1/core/kv_cache_manager.py: blocks in order of position"),
-        "cache_identity": read("cold", "num_cached_tokens of every request is 0, or the request is refused"),
-        "position_ids": site.documented("0..n-1", "v1/worker/gpu_model_runner.py"),
-        "weight_version": read("as loaded", "the checkpoint is loaded once"),
+        "logical_token_order": read(cache.order, source) if cache.order else unknown(f"{source}: {cache.why}"),
+        "cache_identity": _cache_identity(site),
+        "position_ids": positions["position_ids"],
+        "weight_version": read(written, f"trial: {_pages(cache)} that outlived a weight update, against what the loaded weights write"),
         "kv_dtype": read(dtype_name(site.attention.attn.kv_cache), "attn.kv_cache.dtype"),
         "paged_kv_policy": read(type(site.scheduler.kv_cache_manager).__name__, "type(scheduler.kv_cache_manager)"),
-        "page_table": read(f"{int(site.runner.kv_cache_config.num_blocks)} blocks", "kv_cache_config.num_blocks"),
+        "page_table": read(
+            list(cache.pages), f"pages of the trial's request, of {int(site.runner.kv_cache_config.num_blocks)} in the cache"
+        ),
         "block_size": read(block_size(site), "kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size"),
-        "prefix_cache_hits": read(0, "num_cached_tokens of every request"),
+        "prefix_cache_hits": read(
+            cache.survived, "trial: tokens that a request reads behind a weight update, where nothing resets the prefix cache"
+        ),
     }
+
+
+def _cache_identity(site: Site) -> Reading:
+    source = "trial: a weight update with what this tool does at one, then a request that may read the prefix cache"
+    if site.cache.after_reset:
+        return read(f"K and V of older weights in {site.cache.stale_pages} pages", source)
+    return read("cold", source)
+
+
+def _pages(cache: CacheTrial) -> str:
+    return f"{cache.after_reset} cached tokens" if cache.after_reset else "no page"
 
 
 def _attention_precision(site: Site) -> Fields:
@@ -157,12 +190,12 @@ def _attention_precision(site: Site) -> Fields:
     }
 
 
-def _window(window: Any) -> int:
+def window(value: Any) -> int:
     """Tokens in the window, the current one included; 0 is none. As a pair, vLLM's value leaves the current token out."""
-    left = window[0] if isinstance(window, tuple) else window
+    left = value[0] if isinstance(value, tuple) else value
     if left is None or left < 0:
         return 0
-    return int(left) + 1 if isinstance(window, tuple) else int(left)
+    return int(left) + 1 if isinstance(value, tuple) else int(left)
 
 
 def _as_float32(x: float) -> float:

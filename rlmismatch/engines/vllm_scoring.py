@@ -1,8 +1,10 @@
-"""Log-probs of given token ids out of a live vLLM engine, in the three forms a rollout engine computes them; and sampling.
+"""Log-probs of given token ids out of a live vLLM engine, in the forms a rollout engine computes them; and sampling.
 
-prefill: the whole sequence in one step, its prompt log-probs. chunked: the same in steps of a few tokens. decode: the prompt in one
-step, then one token a step, the given ids put in place of the sampled ones. Prefill and chunked run one sequence at a time, as the
-trainer does; decode runs all of them together, as `generate` did when it recorded.
+prefill: the whole sequence in one step, its prompt log-probs. chunked: the same in steps of a few tokens. paged: the same behind a prefix
+whose K and V are read from the prefix cache. decode: the prompt in one step, then one token a step, the given ids put in place of the
+sampled ones. These run one sequence at a time, as the trainer does, but for decode, which runs all of them together, as `generate` did
+when it recorded. Where pages lie and what a prefix hit saves is told by further paths: decode_hit is decode behind a prefix hit, and
+prefill_shuffled and decode_shuffled hand pages out in another order.
 """
 
 from __future__ import annotations
@@ -10,8 +12,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
 
 import torch
 
@@ -20,9 +22,10 @@ from rlmismatch.pins.hooks import Patch, installed
 from rlmismatch.tokens import Prompt, Sequence
 from rlmismatch.transforms import Chain
 
-RolloutPath = Literal["prefill", "chunked", "decode"]
+RolloutPath = Literal["prefill", "chunked", "paged", "decode", "decode_hit", "prefill_shuffled", "decode_shuffled"]
 # Key in a request's extra arguments that carries the ids to force.
 _FORCED = "rlmismatch_forced_ids"
+_SHUFFLED_PAGES: Final = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,11 @@ class Scorer:
     llm: Any
     runner: Any
     chunk_size: int
+    block_size: int
+    # A fault put in on purpose: weights that are in force while it is open fill the prefix cache, which is not reset behind them.
+    older_weights: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+    # path -> sequence id -> tokens that the last request of that path read from the prefix cache
+    cached: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def scheduler(self) -> Any:
@@ -41,11 +49,18 @@ class Scorer:
         """Sequence id -> float64 [len(response_ids)], nats, of the response ids given prompt and earlier response ids.
 
         The prefix cache is emptied before and after. Raises EngineError if the engine scored other ids than those given, read a
-        cached token, or did not schedule steps of the form the path stands for.
+        cached token where the path has none, or did not schedule steps of the form the path stands for.
         """
         self.reset_cache()
+        form, _, how = path.partition("_")
         try:
-            scores = self._decode(sequences) if path == "decode" else {s.id: self._prefill(s, path) for s in sequences}
+            with self._pages_shuffled() if how == "shuffled" else contextlib.nullcontext():
+                if form == "decode":
+                    scores = self._decode(sequences, path, hit=how == "hit")
+                elif form == "paged":
+                    scores = {s.id: self._paged(s) for s in sequences}
+                else:
+                    scores = {s.id: self._prefill(s.token_ids, len(s.prompt_ids), s.id, form) for s in sequences}
         except BaseException:
             self._abort_all()
             raise
@@ -81,6 +96,23 @@ class Scorer:
             )
         return tuple(sequences)
 
+    def request(self, ids: Seq[int], *, new_tokens: int, forget: Literal["both", "before", "after"] = "both", hits: bool = False) -> int:
+        """One request of the tokens `ids`, prefilled and continued by `new_tokens`, for what hooks can see of it.
+
+        Returns how many tokens it read from the prefix cache; hits: whether it may. forget: when the cache is emptied.
+        """
+        if forget != "after":
+            self.reset_cache()
+        params = self._params(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, skip_reading_prefix_cache=not hits)
+        try:
+            (output,) = self._generate([ids], [params], hits=hits)
+        except BaseException:
+            self._abort_all()
+            raise
+        if forget != "before":
+            self.reset_cache()
+        return int(output.num_cached_tokens or 0)
+
     def reset_cache(self) -> None:
         """Forget every cached block. Keys and values of another arm's arithmetic must not be read."""
         if not self.llm.reset_prefix_cache():
@@ -91,8 +123,8 @@ class Scorer:
         engine = self.llm.llm_engine
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
 
-    def _prefill(self, sequence: Sequence, path: RolloutPath) -> torch.Tensor:
-        ids, start = sequence.token_ids, len(sequence.prompt_ids)
+    def _prefill(self, ids: Seq[int], start: int, name: str, path: str) -> torch.Tensor:
+        """float64 [len(ids) - start]: the log-probs of ``ids[start:]``, nothing read from the prefix cache."""
         params = self._params(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
         with self._steps_of(self.chunk_size if path == "chunked" else None) as steps:
             (output,) = self._generate([ids], [params])
@@ -100,36 +132,78 @@ class Scorer:
         if len(steps) != expected or sum(steps) != len(ids):
             raise EngineError(
                 "rollout-steps-differ",
-                f"{path} of {sequence.id!r} ({len(ids)} tokens) took steps of {steps}, expected {expected}",
+                f"{path} of {name!r} ({len(ids)} tokens) took steps of {steps}, expected {expected}",
                 where="rollout",
             )
-        entries = output.prompt_logprobs
-        if entries is None or len(entries) != len(ids):
-            raise EngineError("rollout-logprobs-missing", f"vLLM returned no prompt log-probs for {sequence.id!r}", where="rollout")
-        missing = next((i for i in range(start, len(ids)) if ids[i] not in entries[i]), None)
-        if missing is not None:
-            raise EngineError("rollout-ids-differ", f"position {missing} of {sequence.id!r} was scored for another id", where="rollout")
-        return torch.tensor([entries[i][ids[i]].logprob for i in range(start, len(ids))], dtype=torch.float64)
+        return _prompt_logprobs(output, ids, start, name)
 
-    def _decode(self, sequences: Seq[Sequence]) -> dict[str, torch.Tensor]:
+    def _paged(self, sequence: Sequence) -> torch.Tensor:
+        """One prefill behind a cached prefix of whole pages: as much of the prompt as there is, or else the first page.
+
+        The prefix itself, and the token that its last row predicts, are scored by the request that fills the cache; of cached rows the
+        engine has no log-probs (it returns memory that nobody wrote).
+        """
+        ids, start = sequence.token_ids, len(sequence.prompt_ids)
+        hit = max(self.block_size, (start - 1) // self.block_size * self.block_size)
+        self.cached.setdefault("paged", {})[sequence.id] = 0
+        if hit > len(ids) - 2:  # no row is left to read it
+            return self._prefill(ids, start, sequence.id, "prefill")
+        self.reset_cache()
+        head = self._prefill(ids[: hit + 1], min(start, hit + 1), sequence.id, "prefill")
+        params = self._params(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, skip_reading_prefix_cache=False)
+        with self._steps_of(None) as steps:
+            (output,) = self._generate([ids], [params], hits=True)
+        if output.num_cached_tokens != hit or steps != [len(ids) - hit]:
+            raise EngineError(
+                "rollout-prefix-not-cached",
+                f"paged prefill of {sequence.id!r} read {output.num_cached_tokens} cached tokens, expected {hit}, in steps of {steps}",
+                where="rollout",
+            )
+        self.cached["paged"][sequence.id] = hit
+        return torch.cat([head, _prompt_logprobs(output, ids, max(start, hit + 1), sequence.id)])
+
+    def _decode(self, sequences: Seq[Sequence], path: RolloutPath, *, hit: bool) -> dict[str, torch.Tensor]:
         scored = [s for s in sequences if s.response_ids]
+        prompts = [s.prompt_ids for s in scored]
+        if hit or self.older_weights is not None:
+            with contextlib.nullcontext() if self.older_weights is None else self.older_weights():
+                self._generate(prompts, [self._params(temperature=0.0, max_tokens=1, ignore_eos=True)] * len(prompts), hits=True)
+            hit = True
         params = [
             self._params(
                 temperature=0.0,
                 max_tokens=len(s.response_ids),
                 logprobs=0,
                 ignore_eos=True,
-                skip_reading_prefix_cache=True,
+                skip_reading_prefix_cache=not hit,
                 extra_args={_FORCED: list(s.response_ids)},
             )
             for s in scored
         ]
         with installed([Patch(target=self.runner.sampler, name="sample", make=self._forced, pins=(), label="forced sample")]):
-            outputs = self._generate([s.prompt_ids for s in scored], params)
+            outputs = self._generate(prompts, params, hits=hit)
         out = {s.id: torch.empty(0, dtype=torch.float64) for s in sequences}
         for s, output in zip(scored, outputs, strict=True):
             out[s.id] = torch.tensor(_sampled_logprobs(output, s.response_ids, s.id), dtype=torch.float64)
+        self.cached[path] = {s.id: int(o.num_cached_tokens or 0) for s, o in zip(scored, outputs, strict=True)}
         return out
+
+    @contextlib.contextmanager
+    def _pages_shuffled(self) -> Iterator[None]:
+        """Free pages are handed out in another order than ascending; afterwards in the order they were in."""
+        queue = self.scheduler.kv_cache_manager.block_pool.free_block_queue
+        before = queue.get_all_free_blocks()
+        # Pages are taken from the front: an odd stride through the first ones, so that neighbours in a sequence are none in memory.
+        front = min(len(before), _SHUFFLED_PAGES)
+        order = sorted(range(front), key=lambda i: (i * 7 % 16, -i))
+        taken = queue.popleft_n(len(before))
+        queue.append_n([taken[i] for i in (*order, *range(front, len(before)))])
+        try:
+            yield
+        finally:
+            if queue.num_free_blocks == len(before):  # after an error requests may still hold some, and the engine is given up
+                queue.popleft_n(len(before))
+                queue.append_n(before)
 
     def _forced(self, native: Callable[..., Any]) -> Callable[..., Any]:
         """The engine's own sampling, with the ids of the request put in place of what it chose; log-probs are read afterwards."""
@@ -175,7 +249,7 @@ class Scorer:
 
         return SamplingParams(detokenize=False, **{"top_p": 1.0, "top_k": -1, **options})
 
-    def _generate(self, prompts: Seq[Seq[int]], params: list[Any]) -> list[Any]:
+    def _generate(self, prompts: Seq[Seq[int]], params: list[Any], *, hits: bool = False) -> list[Any]:
         from vllm import TokensPrompt
 
         if not prompts:
@@ -184,7 +258,7 @@ class Scorer:
         for prompt, output in zip(prompts, outputs, strict=True):
             if list(output.prompt_token_ids) != list(prompt):
                 raise EngineError("rollout-ids-differ", "vLLM changed the prompt's token ids", where="rollout")
-            if output.num_cached_tokens:
+            if output.num_cached_tokens and not hits:
                 raise EngineError(
                     "rollout-cache-hit", f"vLLM read {output.num_cached_tokens} tokens from its prefix cache", where="rollout"
                 )
@@ -209,6 +283,17 @@ def tokenised(prompts: Seq[Prompt], tokenizer: Any | None) -> tuple[Prompt, ...]
             raise UsageError("prompt-empty", f"prompt {prompt.id!r} has no token after tokenisation")
         out.append(Prompt(id=prompt.id, token_ids=ids, text=prompt.text))
     return tuple(out)
+
+
+def _prompt_logprobs(output: Any, ids: Seq[int], start: int, sequence: str) -> torch.Tensor:
+    """float64 [len(ids) - start], nats, of ``ids[start:]``. Raises EngineError where the engine has none, or scored another id."""
+    entries = output.prompt_logprobs
+    if entries is None or len(entries) != len(ids):
+        raise EngineError("rollout-logprobs-missing", f"vLLM returned no prompt log-probs for {sequence!r}", where="rollout")
+    missing = next((i for i in range(start, len(ids)) if ids[i] not in entries[i]), None)
+    if missing is not None:
+        raise EngineError("rollout-ids-differ", f"position {missing} of {sequence!r} was scored for another id", where="rollout")
+    return torch.tensor([entries[i][ids[i]].logprob for i in range(start, len(ids))], dtype=torch.float64)
 
 
 def _sampled_logprobs(output: Any, ids: Seq[int], sequence: str) -> list[float]:

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from rlmismatch.checkpoint import ModelConfig
 from rlmismatch.contract import Evidence, Reading, documented, read, unknown
 from rlmismatch.engines.protocol import SideConfig
+from rlmismatch.engines.vllm_attention_trial import AttentionTrial
 from rlmismatch.engines.vllm_collectives import CollectiveLog
+from rlmismatch.engines.vllm_paged import CacheTrial
 from rlmismatch.pins.vllm_live import LiveModel
 
 # device -> versions whose sources the documented values were read in.
@@ -34,6 +36,8 @@ class Site:
     tp: Any  # vLLM's coordinator of the tensor-parallel group
     collectives: CollectiveLog
     plants: Mapping[str, str]  # id -> what it breaks
+    trial: AttentionTrial  # what the live attention, rotary embedding and loader were found to do
+    cache: CacheTrial  # what the live KV cache was found to hold
 
     @property
     def runner(self) -> Any:

@@ -130,6 +130,8 @@ def fitted_theta(live: LiveModel) -> Reading:
     """The rotary base that the live cos/sin table was made with: `base` if it reproduces the table, else one fitted to the table."""
     rotary = live.layers[0].self_attn.rotary_emb
     made_PR, live_PR = (t[:_POSITIONS].cpu().float() for t in (rotary._compute_cos_sin_cache(), rotary.cos_sin_cache))
+    # A factor on cos and sin is another field's matter: it shows at position 0, where cos is 1.
+    live_PR = live_PR / live_PR[0, 0]
     # The live table was made on the model's device: its pow and cos may round differently, and the result once more.
     rounding = 2.0 * torch.finfo(rotary.cos_sin_cache.dtype).eps + _ANGLE_ERROR
     if made_PR.shape == live_PR.shape and float((made_PR - live_PR).abs().max()) <= rounding:

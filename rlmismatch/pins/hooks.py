@@ -126,6 +126,8 @@ class _Sums:
     # native-pin, native-fp64, pin-fp64, |fp64|
     totals: list[float] = field(default_factory=lambda: [0.0] * 4)
     maxima: list[float] = field(default_factory=lambda: [0.0] * 3)
+    beyond_one_ulp: int = 0
+    ulp_max: float = 0.0
     split: Split = "whole"
 
     def add(self, native: torch.Tensor, pinned: torch.Tensor, fp64: torch.Tensor) -> None:
@@ -134,20 +136,37 @@ class _Sums:
         self.rows += native.shape[0]
         self.count += native.numel()
         self.unequal += int((native != pinned).sum())
+        ulps = ulp_distance(native, fp64.to(native.dtype))
+        self.beyond_one_ulp += int((ulps > 1).sum())
         sums = torch.stack([e.sum() for e in [*errors, x.abs()]]).tolist()
         self.totals = [a + b for a, b in zip(self.totals, sums, strict=True)]
         if native.numel():
             self.maxima = [_nan_max(a, float(e.max())) for a, e in zip(self.maxima, errors, strict=True)]
+            self.ulp_max = max(self.ulp_max, float(ulps.max()))
 
     def merge(self, other: _Sums) -> None:
         """Add another rank's sums; an output that is whole on every rank counts once, yet its worst error over the ranks is kept."""
         self.maxima = [_nan_max(a, b) for a, b in zip(self.maxima, other.maxima, strict=True)]
+        self.ulp_max = max(self.ulp_max, other.ulp_max)
         if self.split == "whole":
             return
         self.rows += other.rows if self.split == "rows" else 0
         self.count += other.count
         self.unequal += other.unequal
+        self.beyond_one_ulp += other.beyond_one_ulp
         self.totals = [a + b for a, b in zip(self.totals, other.totals, strict=True)]
+
+
+def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """int64: how many representable values lie between `a` and `b`, element by element, plus one; equal dtypes, 0 for equal values."""
+    width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+
+    def ordered(x: torch.Tensor) -> torch.Tensor:
+        bits = x.contiguous().view(width).long()
+        # Sign and magnitude to one ascending line on which both zeros are one point.
+        return torch.where(bits < 0, torch.iinfo(width).min - bits, bits)
+
+    return (ordered(a) - ordered(b)).abs()
 
 
 def _nan_max(a: float, b: float) -> float:
@@ -236,6 +255,8 @@ def _local_error(boundary: str, pin: str, sums: _Sums) -> LocalError:
         pin_vs_fp64_max=sums.maxima[2],
         pin_vs_fp64_mean=means[2],
         fp64_scale=means[3],
+        beyond_one_ulp=sums.beyond_one_ulp,
+        ulp_max=sums.ulp_max,
     )
 
 

@@ -363,7 +363,8 @@ class TrainerOps:
     def _attention(self, switch: OpSwitch, module: Any, name: str) -> Patch:
         def make(native: Native) -> Native:
             def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-                qkv, scale, cp = (query[:, 0], key[:, 0], value[:, 0]), self.shape.softmax_scale, self.shape.cp
+                qkv, cp = (query[:, 0], key[:, 0], value[:, 0]), self.shape.cp
+                scores: dict[str, Any] = {"scale": self.shape.softmax_scale, "window": self.shape.window}
                 bounds = [0, query.shape[0]]
 
                 def packed(out_THD: torch.Tensor) -> torch.Tensor:
@@ -371,15 +372,15 @@ class TrainerOps:
 
                 def pinned() -> torch.Tensor:
                     if self.shape.attention is not None:
-                        return packed(cp.attend(attention_policy.paged, *qkv, scale=scale, policy=self.shape.attention))
+                        return packed(cp.attend(attention_policy.paged, *qkv, scale=self.shape.softmax_scale, policy=self.shape.attention))
                     if cp.size > 1:
-                        return packed(cp.attend(attention.paged, *qkv, scale=scale, impl=self.shape.impl))
-                    return packed(attention.causal(*qkv, bounds, scale=scale, impl=self.shape.impl).out_THD)
+                        return packed(cp.attend(attention.paged, *qkv, **scores, impl=self.shape.impl))
+                    return packed(attention.causal(*qkv, bounds, **scores, impl=self.shape.impl).out_THD)
 
                 def exact() -> torch.Tensor:
                     if cp.size > 1:
-                        return packed(cp.attend(attention_fp64.paged, *qkv, scale=scale, out_dtype=torch.float64))
-                    return packed(attention_fp64.causal(*qkv, bounds, scale=scale, out_dtype=torch.float64)[0])
+                        return packed(cp.attend(attention_fp64.paged, *qkv, **scores, out_dtype=torch.float64))
+                    return packed(attention_fp64.causal(*qkv, bounds, **scores, out_dtype=torch.float64)[0])
 
                 return switch.run(
                     "attention",

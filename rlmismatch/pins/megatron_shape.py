@@ -28,6 +28,7 @@ class TrainerShape:
     head: HeadSettings = HeadSettings()  # noqa: RUF009 - frozen
     cp: ContextParallel = ContextParallel()  # noqa: RUF009 - frozen
     attention: Policy | None = None  # arithmetic of the pin attention; None: the kernel's own
+    window: int | None = None  # tokens that a token sees, itself included
 
     @property
     def softmax_scale(self) -> float:

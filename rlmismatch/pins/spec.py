@@ -79,3 +79,5 @@ class LocalError:
     pin_vs_fp64_max: float
     pin_vs_fp64_mean: float
     fp64_scale: float  # mean |float64 reference|
+    beyond_one_ulp: int = 0  # elements of native that are further from the rounded float64 reference than its neighbour
+    ulp_max: float = 0.0  # of native against the rounded float64 reference

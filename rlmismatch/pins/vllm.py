@@ -50,7 +50,8 @@ class VllmPins:
         return (*self._switch.hooks(self._all()), *(logprob if self._logprob.way != NATIVE_WAY else self._switch.hooks(logprob)))
 
     def _attention(self, layer: Any, boundary: str) -> tuple[Patch, ...]:
-        return attention_patches(layer, boundary, impl=self._impl, switch=self._switch, cache=self._cache, policy=self._policy)
+        settings: dict[str, Any] = {"impl": self._impl, "switch": self._switch, "cache": self._cache, "policy": self._policy}
+        return attention_patches(layer, boundary, window=self._live.window, **settings)
 
     def boundaries(self, group: torch.distributed.ProcessGroup | None) -> dict[str, torch.Tensor]:
         """The recorder's boundaries in canonical layout: the head's rows of one prefill joined to [T, V]. Collective."""

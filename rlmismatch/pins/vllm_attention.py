@@ -69,11 +69,18 @@ class PagedCache:
 
 
 def attention_patches(
-    layer: Any, boundary: str, *, impl: attention.Impl, switch: OpSwitch, cache: PagedCache, policy: Policy | None = None
+    layer: Any,
+    boundary: str,
+    *,
+    window: int | None,
+    impl: attention.Impl,
+    switch: OpSwitch,
+    cache: PagedCache,
+    policy: Policy | None = None,
 ) -> tuple[Patch, ...]:
     """The hooks of one attention layer. vLLM hands the output buffer in, and K and V through the cache.
 
-    policy: arithmetic that a knob asks of the pin; None: the kernel's own.
+    window: the checkpoint's. policy: arithmetic that a knob asks of the pin; None: the kernel's own.
     """
 
     def make(native: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,7 +93,7 @@ def attention_patches(
                 return output
             tokens = attn_metadata.num_actual_tokens
             q_THD = query[:tokens].view(tokens, layer.num_heads, layer.head_size)
-            scale = float(layer.head_size**-0.5)
+            scores: dict[str, Any] = {"scale": float(layer.head_size**-0.5), "window": window}
 
             def native_op() -> torch.Tensor:
                 scratch = torch.empty_like(output)
@@ -100,14 +107,14 @@ def attention_patches(
 
             def pinned() -> torch.Tensor:
                 if policy is not None:
-                    return attention_policy.paged(*operands(), scale=scale, policy=policy)[0]
-                return attention.paged(*operands(), scale=scale, impl=impl).out_THD
+                    return attention_policy.paged(*operands(), scale=scores["scale"], policy=policy)[0]
+                return attention.paged(*operands(), **scores, impl=impl).out_THD
 
             out_THD = switch.run(
                 "attention",
                 native=native_op,
                 pinned=pinned,
-                exact=lambda: attention_fp64.paged(*operands(), scale=scale, out_dtype=torch.float64)[0],
+                exact=lambda: attention_fp64.paged(*operands(), **scores, out_dtype=torch.float64)[0],
                 parts=lambda out: {boundary: out},
                 split="columns",
             )

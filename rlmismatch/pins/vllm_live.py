@@ -25,6 +25,7 @@ class LiveModel:
     num_kv_heads: int  # of the whole model
     vocab_size: int
     chain: Chain  # what this side is asked to do to the logits
+    window: int | None = None  # tokens that a token sees, itself included
     _weights: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @property

@@ -96,7 +96,6 @@ def test_built_as_promised() -> None:
         "gemm.dgrad_reduce",
         "gemm.wgrad_accumulate",
         "rollout.all_reduce_backend",
-        "attention.paged_kv",
         "attention.lse",
         "attention.merge_order",
         "attention.backend_reuse",
@@ -118,7 +117,6 @@ def test_sides() -> None:
         "attention.backward": "trainer",
         "logprob.backward": "trainer",
         "rollout.all_reduce_backend": "rollout",
-        "attention.paged_kv": "rollout",
     }
     for axis in axes.ALL:
         if axis.side != "both":

@@ -64,7 +64,8 @@ def on_both_sides(**values: str) -> set[tuple[str, str, str, str]]:
 def closed(done: Done) -> None:
     """Clean, and every control among them that each pin in force ran: closure bit-equal, native bits back."""
     done.exits(0)
-    assert [row["unequal"] for row in done.report["closure"]] == [0, 0, 0]
+    assert {row["unequal"] for row in done.report["closure"]} == {0}
+    assert len(done.report["closure"]) >= 3
 
 
 @pytest.mark.parametrize("name", ["gemm"])

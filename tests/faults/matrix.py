@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from rlmismatch import axes
-from tests.cli_runs import LLAMA, MASK, QUICK, TINY, TP2
+from tests.cli_runs import LLAMA, MASK, QUICK, TINY, TP2, WINDOW
 
-_TIERS: Final = {"NOT COMPARABLE": "identical", "CONTRACT": "semantic", "DEFECT": "recorded"}
+_TIERS: Final = {"NOT COMPARABLE": "identical", "CONTRACT": "semantic", "DEFECT": "recorded", "OK": ""}
 _CP2: Final = (*MASK, "--cp", "2", "--waive", "attention.provenance:context_parallel_size")
 _TP2_SP: Final = (*MASK, *TP2, "--sp")
 
@@ -23,7 +23,7 @@ class Case:
 
     plant: str
     side: Literal["trainer", "rollout"]
-    word: Literal["NOT COMPARABLE", "CONTRACT", "DEFECT"]
+    word: Literal["NOT COMPARABLE", "CONTRACT", "DEFECT", "OK"]  # OK: recorded, and only warned of
     axis: str
     says: str  # stands in the reason's text: the field or tensor, and what is wrong with it
     ckpt: str = TINY
@@ -47,7 +47,7 @@ class Case:
     @property
     def setup(self) -> str:
         """In words, what is not as in most cases."""
-        words = ["fixtures/tiny-llama"] if self.ckpt == LLAMA else []
+        words = [self.ckpt] if self.ckpt != TINY else []
         words += ["TP2+SP" if "--sp" in self.options else "TP2"] if "--trainer-tp" in self.options else []
         words += ["CP2, its size waived"] if "--cp" in self.options else []
         words += [] if "--vocab-padding-policy" in self.options else ["padded rows counted"]
@@ -199,6 +199,160 @@ CASES: Final[tuple[Case, ...]] = (
         word="CONTRACT",
         axis="attention.precision",
         says="accum_dtype is float32 on the trainer and bfloat16 on the rollout",
+    ),
+    Case(
+        plant="softmax_scale",
+        side="trainer",
+        word="CONTRACT",
+        axis="attention.provenance",
+        says="softmax_scale is 0.35439711809158325 on the trainer and 0.17677669",
+    ),
+    Case(
+        plant="softmax_scale",
+        side="rollout",
+        word="CONTRACT",
+        axis="attention.provenance",
+        says="softmax_scale is 0.17677669",
+    ),
+    Case(
+        plant="window_off_by_one",
+        side="trainer",
+        word="CONTRACT",
+        axis="attention.provenance",
+        says="sliding_window is 25 on the trainer and 24 on the rollout",
+        ckpt=WINDOW,
+    ),
+    Case(
+        plant="window_off_by_one",
+        side="rollout",
+        word="CONTRACT",
+        axis="attention.provenance",
+        says="sliding_window is 24 on the trainer and 25 on the rollout",
+        ckpt=WINDOW,
+        options=(*MASK, *TP2),
+    ),
+    Case(
+        plant="backend_fell_back",
+        side="trainer",
+        word="OK",
+        axis="attention.provenance",
+        says="trainer: flash was asked for; the local spec builds DotProductAttention",
+    ),
+    Case(
+        plant="backend_fell_back",
+        side="rollout",
+        word="OK",
+        axis="attention.provenance",
+        says="rollout: FLASH_ATTN cannot run on cpu here: the platform chose CPU_ATTN",
+    ),
+    Case(
+        plant="rope_interleaved",
+        side="trainer",
+        word="CONTRACT",
+        axis="attention.rope",
+        says="rotary_layout is interleaved on the trainer and half on the rollout",
+    ),
+    Case(
+        plant="rope_interleaved",
+        side="rollout",
+        word="CONTRACT",
+        axis="attention.rope",
+        says="rotary_layout is half on the trainer and interleaved on the rollout",
+    ),
+    Case(
+        plant="yarn_factor",
+        side="trainer",
+        word="CONTRACT",
+        axis="attention.rope",
+        says="attention_factor is 1.41 on the trainer and 1.0 on the rollout",
+    ),
+    Case(
+        plant="yarn_factor",
+        side="rollout",
+        word="CONTRACT",
+        axis="attention.rope",
+        says="attention_factor is 1.0 on the trainer and 1.41 on the rollout",
+    ),
+    Case(
+        plant="positions_jump",
+        side="trainer",
+        word="CONTRACT",
+        axis="attention.rope",
+        says="position_ids is jumps by +5 at token 8 on the trainer",
+        options=(*MASK, *TP2),
+    ),
+    Case(
+        plant="positions_jump",
+        side="rollout",
+        word="CONTRACT",
+        axis="attention.rope",
+        says="and jumps by +5 at token 8 on the rollout",
+        options=(*MASK, *TP2),
+    ),
+    Case(
+        plant="positions_shifted",
+        side="trainer",
+        word="OK",
+        axis="attention.rope",
+        says="trainer: positions are shifted alike by 7: no numeric effect expected",
+    ),
+    Case(
+        plant="positions_shifted",
+        side="rollout",
+        word="OK",
+        axis="attention.rope",
+        says="rollout: positions are shifted alike by 7: no numeric effect expected",
+    ),
+    Case(
+        plant="gqa_tiled",
+        side="trainer",
+        word="CONTRACT",
+        axis="attention.layout",
+        says="gqa_mapping is tiled on the trainer and block on the rollout",
+    ),
+    Case(
+        plant="gqa_tiled",
+        side="rollout",
+        word="CONTRACT",
+        axis="attention.layout",
+        says="gqa_mapping is block on the trainer and tiled on the rollout",
+    ),
+    Case(
+        plant="heads_swapped",
+        side="trainer",
+        word="CONTRACT",
+        axis="attention.layout",
+        says="gqa_mapping is query heads in the order [3, 1, 2, 0] on the trainer",
+        options=(*MASK, *TP2),
+    ),
+    Case(
+        plant="heads_swapped",
+        side="rollout",
+        word="CONTRACT",
+        axis="attention.layout",
+        says="and query heads in the order [3, 1, 2, 0] on the rollout",
+        options=(*MASK, *TP2),
+    ),
+    Case(
+        plant="packed_without_segments",
+        side="trainer",
+        word="CONTRACT",
+        axis="attention.layout",
+        says="segment_boundaries is none: a sequence sees the one before it on the trainer",
+    ),
+    Case(
+        plant="stale_kv",
+        side="rollout",
+        word="CONTRACT",
+        axis="attention.paged_kv",
+        says="cache_identity is cold on the trainer and K and V of older weights in 2 pages on the rollout",
+    ),
+    Case(
+        plant="page_swap",
+        side="rollout",
+        word="CONTRACT",
+        axis="attention.paged_kv",
+        says="logical_token_order is ascending on the trainer and pages [1, 0, 2] on the rollout",
     ),
     Case(
         plant="cp_contiguous_vs_zigzag",
