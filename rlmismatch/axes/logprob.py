@@ -142,6 +142,7 @@ LOGPROB: Final[tuple[Axis, ...]] = (
             "active_mask": ("model.tokens:mask",),
         },
         fallback=("requested_backend", "actual_backend", "fallback_reason"),
+        knobs={"logprob.trainer_impl": ("mcore_unfused", "mcore_native_fused", "mcore_te_fused", "slime_vocab_parallel")},
         values={"impl": ("mcore_unfused", "mcore_native_fused", "mcore_te_fused", "slime_vocab_parallel", "vllm_all_gather")},
         measure="every impl on one captured logits tensor against float64",
         hint=(
@@ -287,6 +288,11 @@ LOGPROB: Final[tuple[Axis, ...]] = (
             "logprob.transform_chain": (),
             "logprob.temperature": (),
             "logprob.logprobs_mode": ("raw_logprobs", "processed_logprobs"),
+            "logprob.soft_cap": (),
+            "logprob.logit_scale": (),
+            "logprob.top_p": (),
+            "logprob.top_k": (),
+            "logprob.min_p": (),
         },
         pin="the declared chain applied to raw fp32 logits",
         measure=(
@@ -362,7 +368,11 @@ LOGPROB: Final[tuple[Axis, ...]] = (
         family="logprob",
         asks="Does fused online-softmax tiling, native jit fusion or sequence chunking change the partial?",
         spec=LogProbFusionSpec,
-        knobs={"logprob.fusion_impl": ("none", "native", "te", "chunked_linear_ce")},
+        knobs={
+            "logprob.fusion_impl": ("none", "native", "te", "chunked_linear_ce"),
+            "logprob.fusion_block_size": (),
+            "logprob.fusion_chunk_size": (),
+        },
         pin="none",
         pins=("logprob",),
         measure="sweep block and chunk on the same logits or hidden states (expected 1.2e-6 to 1.6e-6 against float64)",

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlmismatch import axes
 from rlmismatch.commands import options
 from rlmismatch.commands.logprob import KNOBS
 from rlmismatch.engines import logprob_knobs, megatron_knobs
@@ -75,6 +76,11 @@ def test_what_the_trainer_cannot_take_is_unsupported_with_a_reason(knobs: dict[s
     assert {k for k, s in statuses(out).items() if s != "applied"} == {refused}
     assert out.outcomes[f"logprob.{refused}"]["reason"]
     assert out.loss.fusion in ("none", "native")
+
+
+def test_every_knob_of_the_command_belongs_to_an_axis_of_the_family() -> None:
+    owners = {knob.name: axes.axis_of_knob(f"logprob.{knob.name}") for knob in KNOBS}
+    assert {name for name, axis in owners.items() if axis is None or axis.family != "logprob"} == set()
 
 
 def test_head_knobs() -> None:
