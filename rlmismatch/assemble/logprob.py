@@ -30,7 +30,7 @@ CHAIN_NATS: Final = 1e-4  # recorded values against recomputed ones; other chain
 COARSE_NATS: Final = 5e-2  # the same, where an engine caps, scales or sums in bfloat16
 FP32_GRADIENT: Final = 1e-5  # mean error over mean size of a float32 gradient
 BF16_GRADIENT: Final = 2.0**-9  # rounding to bfloat16
-_TILE: Final = 64  # columns
+_TILE: Final = 64  # columns, at most
 _MOST_ORDERS: Final = 24  # of arrival: all of four shards
 
 
@@ -75,7 +75,7 @@ def measures(evidence: Evidence, book: ScoreBook) -> tuple[MeasureRow, ...]:
     rows = [
         *_impls(trainer),
         *_padding(trainer),
-        *_shards(trainer, rollout, evidence.settings.trainer_tp, evidence.settings.rollout_tp),
+        *_shards(trainer, _shard_widths(evidence)),
         *_reduces(sides),
         *_merge_orders(trainer, evidence.settings.trainer_tp),
         *_precision(trainer, rollout),
@@ -135,19 +135,31 @@ def _padding(trainer: Captured) -> Iterator[MeasureRow]:
     )
 
 
-def _shards(trainer: Captured, rollout: Captured, trainer_tp: int, rollout_tp: int) -> Iterator[MeasureRow]:
-    """One logits tensor summed shard by shard at both engines' boundaries, and tile by tile, in float32."""
-    widths = {
-        "trainer": trainer.tensors["logits"].shape[1] // trainer_tp,
-        "rollout": -(-rollout.vocab_size // (_TILE * rollout_tp)) * _TILE,
-    }
+def _shards(trainer: Captured, widths: Mapping[SideName, int]) -> Iterator[MeasureRow]:
+    """One logits tensor summed shard by shard at both engines' boundaries, and tile by tile, in float32. widths: rows that a rank owns."""
+    if len(widths) < 2:
+        return
     x_NV = trainer.logits.float()
+    tile = math.gcd(_TILE, *widths.values())
     by_map = [_lse_by_shards(x_NV, width) for width in widths.values()]
-    tiled = [_lse_by_tiles(x_NV, width) for width in widths.values()]
+    tiled = [_lse_by_tiles(x_NV, width, tile) for width in widths.values()]
     note = ", ".join(f"{side} owns {width} rows a rank" for side, width in widths.items())
     axis, what = "logprob.vocab_shards", "log-sum-exp at the trainer's shards minus at the rollout's"
     yield MeasureRow(axis=axis, what=f"{what}, largest", value=_largest(by_map[0] - by_map[1]), limit=FP32_NATS, note=note)
-    yield MeasureRow(axis=axis, what=f"{what}, tiles of {_TILE}", value=_largest(tiled[0] - tiled[1]), limit=0.0)
+    yield MeasureRow(axis=axis, what=f"{what}, tiles of {tile}", value=_largest(tiled[0] - tiled[1]), limit=0.0)
+
+
+def _shard_widths(evidence: Evidence) -> dict[SideName, int]:
+    """Rows of the head that a rank of each side owns, as read back; a side that did not say is left out."""
+    out: dict[SideName, int] = {}
+    names: tuple[SideName, ...] = ("trainer", "rollout")
+    for name in names:
+        side = evidence.side(name)
+        reading = side.readings.get("logprob.vocab_shards", {}).get("boundaries") if side else None
+        if reading is not None and reading.value:
+            first, end = reading.value[0]
+            out[name] = end - first
+    return out
 
 
 def _lse_by_shards(x_NV: torch.Tensor, width: int) -> torch.Tensor:
@@ -155,8 +167,8 @@ def _lse_by_shards(x_NV: torch.Tensor, width: int) -> torch.Tensor:
     return torch.stack(parts).logsumexp(0).double()
 
 
-def _lse_by_tiles(x_NV: torch.Tensor, width: int) -> torch.Tensor:
-    tiles = [tile for shard in torch.split(x_NV, width, dim=1) for tile in torch.split(shard, _TILE, dim=1)]
+def _lse_by_tiles(x_NV: torch.Tensor, width: int, columns: int) -> torch.Tensor:
+    tiles = [tile for shard in torch.split(x_NV, width, dim=1) for tile in torch.split(shard, columns, dim=1)]
     return torch.stack([tile.logsumexp(1) for tile in tiles]).logsumexp(0).double()
 
 

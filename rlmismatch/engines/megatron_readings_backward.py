@@ -83,7 +83,7 @@ def _live_grad(
         loss_1T = engine.gpt.compute_language_model_loss(targets_T[None], leaf_T1V * 1.0)
         if not loss_1T.requires_grad:
             return None
-        (grad_T1V,) = torch.autograd.grad(loss_1T, leaf_T1V, -weights_T[None], retain_graph=True)
+        (grad_T1V,) = torch.autograd.grad(loss_1T, leaf_T1V, -weights_T[None])
     return grad_T1V[:, 0].float(), _functions(loss_1T)
 
 

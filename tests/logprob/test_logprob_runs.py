@@ -17,6 +17,21 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "raw": (*MASK, "--temperature", "0.6", "--rollout.logprobs-mode", "raw_logprobs"),
     "refused": (*MASK, "--trainer-impl", "mcore_te_fused", "--merge-order", "nccl_algo"),
     "one sided": (*MASK, "--trainer.head-dtype", "fp32"),
+    # The rollout's shards of 288 columns cut tiles of 64, and the trainer's last rank holds padding alone.
+    "four ranks": (
+        *(
+            *MASK,
+            "--ckpt",
+            "fixtures/tiny-qwen3-kv4",
+            "--trainer-tp",
+            "4",
+            "--rollout-tp",
+            "4",
+            "--reduce",
+            "allgather_partials_fixed_merge",
+        ),
+        *("--waive", "gemm.forward_reduce:order", "--waive", "gemm.forward_reduce:acc_dtype"),
+    ),
 }
 pytestmark = pytest.mark.engines
 
@@ -79,6 +94,17 @@ def test_what_an_engine_cannot_take_is_no_pass(runs: Mapping[str, Future[Done]])
     done = runs["refused"].result().exits(5)
     refused = {(k["knob"], k["side"]) for k in done.report["knobs"] if k["status"] == "unsupported"}
     assert refused == {("logprob.trainer_impl", "trainer"), ("logprob.merge_order", "rollout")}
+
+
+def test_four_ranks_of_both_engines_close_and_merge_in_one_order(runs: Mapping[str, Future[Done]]) -> None:
+    done = runs["four ranks"].result().exits(0)
+    assert [row["unequal"] for row in done.report["closure"]] == [0, 0, 0]
+    said = {f"{c['axis']}:{c['field']}": c for c in done.report["contract"]}
+    for side in ("trainer", "rollout"):
+        assert said["logprob.reduce:order"][side]["value"] == "tiles of fixed width by global index"
+        assert said["logprob.merge_order:merge_order"][side]["value"] == "global_vocab_shard_index"
+    assert "in 6 orders of arrival" in measure(done, "logprob.merge_order", "shards", "trainer")["what"]
+    assert measure(done, "logprob.vocab_shards", "tiles of 32")["value"] == 0.0
 
 
 def test_a_head_raised_on_one_side_is_not_comparable(runs: Mapping[str, Future[Done]]) -> None:

@@ -49,11 +49,13 @@ def test_without_padded_rows_there_is_no_bias_to_measure() -> None:
     assert list(measures._padding(dataclasses.replace(own, vocab_size=PADDED))) == []
 
 
-@pytest.mark.parametrize(("trainer_tp", "rollout_tp"), [(1, 1), (2, 2), (4, 2)])
-def test_tiles_do_not_see_the_shards(trainer_tp: int, rollout_tp: int) -> None:
-    by_shards, tiled = measures._shards(captured(), captured(), trainer_tp, rollout_tp)
+@pytest.mark.parametrize(("trainer", "rollout", "tile"), [(256, 256, 64), (128, 128, 64), (64, 128, 64), (64, 96, 32)])
+def test_tiles_do_not_see_the_shards(trainer: int, rollout: int, tile: int) -> None:
+    by_shards, tiled = measures._shards(captured(), {"trainer": trainer, "rollout": rollout})
     assert by_shards.ok
+    assert tiled.what.endswith(f"tiles of {tile}")
     assert tiled.value == 0.0
+    assert list(measures._shards(captured(), {"trainer": trainer})) == []
 
 
 def test_the_order_of_arrival_moves_bits_from_three_shards_on() -> None:
