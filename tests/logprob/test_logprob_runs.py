@@ -12,12 +12,7 @@ import pytest
 from tests.cli_runs import MASK, QUICK, TINY, TP2, Done, run, side_by_side
 
 RUNS: Mapping[str, tuple[str, ...]] = {
-    "clean": (*MASK, "--reduce", "allgather_partials_fixed_merge"),
-    "padded": (),
-    "raw": (*MASK, "--temperature", "0.6", "--rollout.logprobs-mode", "raw_logprobs"),
-    "refused": (*MASK, "--trainer-impl", "mcore_te_fused", "--merge-order", "nccl_algo"),
-    "one sided": (*MASK, "--trainer.head-dtype", "fp32"),
-    # The rollout's shards of 288 columns cut tiles of 64, and the trainer's last rank holds padding alone.
+    # First, as it takes longest. The rollout's shards of 288 columns cut tiles of 64, and the trainer's last rank holds padding alone.
     "four ranks": (
         *(
             *MASK,
@@ -32,6 +27,11 @@ RUNS: Mapping[str, tuple[str, ...]] = {
         ),
         *("--waive", "gemm.forward_reduce:order", "--waive", "gemm.forward_reduce:acc_dtype"),
     ),
+    "clean": (*MASK, "--reduce", "allgather_partials_fixed_merge"),
+    "padded": (),
+    "raw": (*MASK, "--temperature", "0.6", "--rollout.logprobs-mode", "raw_logprobs"),
+    "refused": (*MASK, "--trainer-impl", "mcore_te_fused", "--merge-order", "nccl_algo"),
+    "one sided": (*MASK, "--trainer.head-dtype", "fp32"),
 }
 pytestmark = pytest.mark.engines
 
