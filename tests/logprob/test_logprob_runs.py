@@ -11,23 +11,13 @@ import pytest
 
 from tests.cli_runs import MASK, QUICK, TINY, TP2, Done, run, side_by_side
 
+FIXED = ("--reduce", "allgather_partials_fixed_merge")
+TP4 = ("--ckpt", "fixtures/tiny-qwen3-kv4", "--trainer-tp", "4", "--rollout-tp", "4")
+FORWARD_REDUCE = ("--waive", "gemm.forward_reduce:order", "--waive", "gemm.forward_reduce:acc_dtype")
 RUNS: Mapping[str, tuple[str, ...]] = {
     # First, as it takes longest. The rollout's shards of 288 columns cut tiles of 64, and the trainer's last rank holds padding alone.
-    "four ranks": (
-        *(
-            *MASK,
-            "--ckpt",
-            "fixtures/tiny-qwen3-kv4",
-            "--trainer-tp",
-            "4",
-            "--rollout-tp",
-            "4",
-            "--reduce",
-            "allgather_partials_fixed_merge",
-        ),
-        *("--waive", "gemm.forward_reduce:order", "--waive", "gemm.forward_reduce:acc_dtype"),
-    ),
-    "clean": (*MASK, "--reduce", "allgather_partials_fixed_merge"),
+    "four ranks": (*MASK, *TP4, *FIXED, *FORWARD_REDUCE),
+    "clean": (*MASK, *FIXED),
     "padded": (),
     "raw": (*MASK, "--temperature", "0.6", "--rollout.logprobs-mode", "raw_logprobs"),
     "refused": (*MASK, "--trainer-impl", "mcore_te_fused", "--merge-order", "nccl_algo"),
