@@ -92,6 +92,10 @@ def backends(book: ScoreBook) -> tuple[MeasureRow, ...]:
     for (name, rows), f in (live | alone).items():
         ordered = sums["rank_order", dtype, rows]
         out.append(_sum_row(BACKEND, "rollout", f"{name}, {rows} rows: error of the sum", f, ordered))
+    if out:
+        names = ", ".join(dict.fromkeys(name for name, _ in live | alone))
+        worst = max((row.value or 0.0 for row in out), key=lambda x: math.inf if math.isnan(x) else x)
+        out.insert(0, MeasureRow(axis=BACKEND, what="error of the worst all-reduce", value=worst, unit="", note=f"of {names}"))
     return tuple(out)
 
 
@@ -140,13 +144,25 @@ def _payload(tensors: Mapping[str, torch.Tensor]) -> str:
 
 def alone(book: ScoreBook) -> tuple[MeasureRow, ...]:
     """Log-probs of the live engines that move when the same tokens are scored among fewer rows."""
-    out = []
+    axis, found = "gemm.runtime_flags", []
     for side, tensors in _captured(book).items():
-        for (path,), f in unpacked(tensors, "alone", AloneFacts).items():
-            what = f"{path}: log-probs that move when scored among fewer rows"
-            note = f"of {f.tokens:.0f} tokens; largest {f.largest:.3g} nats"
-            out.append(MeasureRow(axis="gemm.runtime_flags", side=side, what=what, value=f.unequal, unit="tokens", note=note))
-    return tuple(out)
+        found += [(side, path, f) for (path,), f in unpacked(tensors, "alone", AloneFacts).items()]
+    rows = [
+        MeasureRow(
+            axis=axis,
+            side=side,
+            what=f"{path}: log-probs that move among fewer rows",
+            value=f.unequal,
+            unit="tokens",
+            note=f"of {f.tokens:.0f} tokens; largest {f.largest:.3g} nats",
+        )
+        for side, path, f in found
+    ]
+    if not found:
+        return ()
+    moved, tokens = (sum(getattr(f, name) for _, _, f in found) for name in ("unequal", "tokens"))
+    whole = MeasureRow(axis=axis, what="log-probs that move among fewer rows", value=moved, unit="tokens", note=f"of {tokens:.0f}")
+    return (whole, *rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,10 +19,12 @@ FORMATS = ("console", "text", "json", "markdown", "html", "junit")
 
 def _config(ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
     if value:
-        takes_list = {
-            p.name: bool(getattr(p, "multiple", False)) for p in ctx.command.params if p.name and p.name not in ("config", "help")
+        # By the option's own name: that of a knob, or of one side's, is not its parameter's.
+        options = {
+            o.removeprefix("--").replace("-", "_"): p for p in ctx.command.params if p.name not in ("config", "help") for o in p.opts
         }
-        ctx.default_map = {**(ctx.default_map or {}), **read_config(Path(value), takes_list)}
+        given = read_config(Path(value), {name: bool(getattr(p, "multiple", False)) for name, p in options.items()})
+        ctx.default_map = {**(ctx.default_map or {}), **{str(options[name].name): v for name, v in given.items()}}
     return value
 
 

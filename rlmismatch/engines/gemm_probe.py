@@ -23,7 +23,7 @@ from rlmismatch.pins.collectives import TpGroup
 ROWS: Final = (1, 8, 64, 512)
 MAX_ROWS: Final = 1024  # of one product
 _INTERPRETED_ROWS: Final = 16  # Triton's interpreter takes a second for a small product
-_ALONE: Final = 8  # rows that are each run alone
+_ALONE: Final = 16  # rows that are each run alone
 _ELEMENTS: Final = 2**26  # of one output: a head over 151936 columns gets 441 rows
 
 

@@ -29,7 +29,7 @@ def sections(report: Report, *, verbose: bool) -> list[Section]:
         isolation.axes(report),
         gradients.section(report.gradients, verbose) if report.gradients else None,
         _measures(report, verbose),
-        replay.products(report.replay, verbose=verbose),
+        replay.products(report.replay, ascending={s.side for s in report.header.sides if s.impl == "triton"}, verbose=verbose),
         replay.collectives(report.collectives, verbose=verbose),
         _oracle(report),
         _floors(report),

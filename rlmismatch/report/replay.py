@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from rlmismatch.report.blocks import Block, Cell, Column, Item, Items, Section, Table, cell
@@ -13,17 +13,21 @@ from rlmismatch.report.numbers import NOT_MEASURED, number, plural
 FULL: Final = "full"
 
 
-def products(rows: Sequence[ReplayRow], *, verbose: bool) -> Section | None:
-    """One line a logical column over all layers, or one a layer and row count when verbose."""
+def products(rows: Sequence[ReplayRow], *, ascending: Collection[str] = (), verbose: bool) -> Section | None:
+    """One line a logical column over all layers, or one a layer and row count when verbose.
+
+    ascending: sides whose pin is one float32 chain over ascending K, so that a product with its bits adds in that order too.
+    """
     if not rows:
         return None
-    blocks: list[Block] = [Items(items=tuple(_summary(side, rows) for side in dict.fromkeys(r.side for r in rows)))]
+    sides = dict.fromkeys(r.side for r in rows)
+    blocks: list[Block] = [Items(items=tuple(_summary(side, rows, ascending=side in ascending) for side in sides))]
     blocks.append(_every(rows) if verbose else _by_column(rows))
     note = "captured inputs of each product; another kernel: not the pin's bits; another M: not its own bits at all rows"
     return Section(title="GEMM replay", note=note, blocks=tuple(blocks))
 
 
-def _summary(side: str, rows: Iterable[ReplayRow]) -> Item:
+def _summary(side: str, rows: Iterable[ReplayRow], *, ascending: bool) -> Item:
     own = [r for r in rows if r.side == side]
     names = dict.fromkeys(r.product for r in own)
     moved = {r.product for r in own if r.rows != FULL and r.unequal_full}
@@ -33,6 +37,8 @@ def _summary(side: str, rows: Iterable[ReplayRow]) -> Item:
         f"the pin's bits in {len(names) - len(other)} of {plural(len(names), 'product')}",
         f"the same bits at every M in {len(names) - len(moved)}",
     ]
+    if ascending and other:
+        words.append(f"K not added in ascending order (split, or by another tree) in {len(other)}")
     if noisy:
         words.append(f"a second run differs in {len(noisy)}")
     return Item(mark="warn" if moved or noisy else "good", head=side, tail=", ".join(words))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -29,6 +30,7 @@ def given(*arguments: str) -> dict[str, Any]:
 
     @click.command()
     @options.options(*options.SHARED)
+    @options.knob_options("gemm", KNOBS)
     @options.other_names(OTHER_NAMES)
     @click.pass_context
     def command(ctx: click.Context, /, **values: Any) -> None:
@@ -54,6 +56,16 @@ def test_one_side_may_differ_from_both() -> None:
 
 def test_one_value_given_twice_is_one_setting() -> None:
     assert given("--tensor-parallel-size", "2", "--trainer-tp", "2", "--sp", "--sequence-parallel", "on")["sp"] is True
+
+
+def test_a_yaml_file_names_options_as_the_command_line_does(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("tensor-parallel-size: 2\ntf32: 'off'\ntrainer.tf32: 'on'\nformat: json\nwaive: [a:b]\n")
+    out = given("--config", str(file))
+    assert (out["trainer_tp"], out["rollout_tp"], out["knob_tf32"], out["trainer_knob_tf32"]) == (2, 2, "off", "on")
+    assert (out["format_"], out["waive"]) == ("json", ("a:b",))
+    with pytest.raises(UsageError, match="one setting"):
+        given("--config", str(file), "--trainer-tp", "1")
 
 
 @pytest.mark.parametrize(

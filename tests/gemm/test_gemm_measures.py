@@ -39,7 +39,8 @@ def test_an_honest_sum_is_within_its_limit_and_a_lost_partial_is_a_defect_of_the
     lost = dataclasses.replace(HONEST, error=30.0, sum_error=30.0, unequal=99)
     tensors = sums(all_reduce=lost) | {"backend/shm/4": packed(HONEST), "backend/shm/83": packed(HONEST)}
     rows = gemm.backends(book(rollout=tensors))
-    assert [(r.what.split(",")[0], r.ok) for r in rows] == [
+    assert (rows[0].what, rows[0].side, rows[0].value) == ("error of the worst all-reduce", "", 0.3)
+    assert [(r.what.split(",")[0], r.ok) for r in rows[1:]] == [
         ("as its layers call it", False),
         ("as its layers call it", False),
         ("shm", True),
@@ -52,9 +53,10 @@ def test_an_honest_sum_is_within_its_limit_and_a_lost_partial_is_a_defect_of_the
 
 def test_nan_is_within_no_limit() -> None:
     rows = gemm.backends(book(rollout=sums(all_reduce=dataclasses.replace(HONEST, error=math.nan))))
-    assert not any(r.ok for r in rows)
+    assert rows[0].value != rows[0].value
+    assert not any(r.ok for r in rows[1:])
     zeros = dataclasses.replace(HONEST, scale=0.0)
-    assert not any(r.ok for r in gemm.backends(book(rollout=sums(all_reduce=zeros))))
+    assert not any(r.ok for r in gemm.backends(book(rollout=sums(all_reduce=zeros)))[1:])
 
 
 def test_order_and_dtype_are_told_apart() -> None:
@@ -112,8 +114,9 @@ def test_an_engine_that_moves_as_a_whole_breaks_it_too() -> None:
     (broken,) = gemm.broken_promises(promised(rollout="read back"), book(rollout=replays() | moved))
     assert broken.axis == "gemm.runtime_flags"
     assert "3 of 8 log-probs move" in broken.text
-    (row,) = gemm.alone(book(rollout=moved))
-    assert (row.value, row.unit, row.ok) == (3.0, "tokens", True)
+    whole, row = gemm.alone(book(rollout=moved))
+    assert (whole.value, whole.side, whole.note) == (3.0, "", "of 8")
+    assert (row.value, row.unit, row.side, row.ok) == (3.0, "tokens", "rollout", True)
 
 
 def test_collectives_of_steps_are_listed_and_those_of_trials_are_not() -> None:
@@ -142,6 +145,14 @@ def test_the_page_names_the_worst_and_counts_products(verbose: bool) -> None:
     if not verbose:
         line = {c.header or c.unit: cell.text for c, cell in zip(table.columns, table.rows[0], strict=True)}
         assert (line["product"], line["another"], line["most in"]) == ("q_proj", "0", "layers.1, M = 1")
+
+
+def test_where_the_pin_adds_in_ascending_order_another_kernel_is_said_to_add_otherwise() -> None:
+    rows = gemm.replay(book(trainer=replays(**{"layers.0.q_proj/full": dataclasses.replace(EXACT, unequal_pin=3)})))
+    section = page.products(rows, ascending={"trainer"}, verbose=False)
+    assert section is not None
+    assert isinstance(section.blocks[0], Items)
+    assert section.blocks[0].items[0].tail.endswith("K not added in ascending order (split, or by another tree) in 1")
 
 
 def test_nothing_captured_shows_nothing() -> None:

@@ -43,7 +43,7 @@ def test_the_pin_replayed_is_the_pin_at_every_row_count() -> None:
     facts = replayed(pinned)
     assert set(facts) == {(name, rows) for name in "qk" for rows in ("1", "8", "64", "full")}
     assert {(f.unequal_pin, f.unequal_full, f.largest_full) for f in facts.values()} == {(0.0, 0.0, 0.0)}
-    assert {rows: facts["q", rows].count for rows in ("1", "8", "64", "full")} == {"1": 64, "8": 64, "64": 512, "full": 8 * M}
+    assert {rows: facts["q", rows].count for rows in ("1", "8", "64", "full")} == {"1": 128, "8": 64, "64": 512, "full": 8 * M}
     assert facts["k", "full"].native_error == facts["k", "full"].pin_error > 0
 
 

@@ -94,12 +94,14 @@ def test_each_side_has_its_own_sum_and_what_it_cannot_have_is_no_pass(runs: Mapp
 
 
 def test_a_promise_of_batch_invariance_is_tested_in_the_live_engine(runs: Mapping[str, Future[Done]]) -> None:
-    """One row alone runs through another kernel of vLLM's CPU build than several rows do."""
-    done = runs["promised"].result().exits(4)
-    first = done.reasons[0]
-    assert (first["axis"], first["tier"], first["kind"]) == ("gemm.kernel", "semantic", "contract")
-    assert "gives other bits at M = 1 than at all rows" in first["text"]
-    assert first["text"].endswith("though batch invariance is promised (--batch-invariant on)")
+    """Whether a row alone runs through another kernel than several rows do is the CPU's affair; on AVX-512 down_proj does."""
+    done = runs["promised"].result()
     assert knobs(done)["batch_invariant", "rollout"] == ("off", "unsupported")
-    moved = [r for r in done.report["replay"] if r["side"] == "rollout" and r["rows"] == "1" and r["unequal_full"]]
-    assert moved
+    moved = [r for r in done.report["replay"] if r["side"] == "rollout" and r["rows"] != "full" and r["unequal_full"]]
+    scores = [m for m in done.report["measures"] if m["axis"] == "gemm.runtime_flags" and m["side"] == "rollout" and m["value"]]
+    if not moved and not scores:
+        done.exits(5)
+        return
+    first = done.exits(4).reasons[0]
+    assert (first["axis"], first["tier"], first["kind"]) == ("gemm.kernel" if moved else "gemm.runtime_flags", "semantic", "contract")
+    assert first["text"].endswith("though batch invariance is promised (--batch-invariant on)")
