@@ -47,12 +47,12 @@ class UnusedRows:
 
 
 def unused_rows(checkpoint: Checkpoint) -> UnusedRows:
-    """Look at the head's rows beyond the tokenizer; without a tokenizer, at the rows at its end that are all alike. Reads one tensor."""
-    name = "model.embed_tokens.weight" if checkpoint.config.tied else "lm_head.weight"
-    size = tokenizer_size(checkpoint.path)
-    weight_VH = checkpoint.tensor(name)
-    rows = weight_VH.shape[0]
-    first = min(size, rows) if size is not None else _first_of_tail(weight_VH)
+    """Look at the head's rows beyond the tokenizer; without a tokenizer, at the rows at its end that are all alike."""
+    rows, size = checkpoint.config.vocab_size, tokenizer_size(checkpoint.path)
+    if size is not None and size >= rows:
+        return UnusedRows(rows=rows, tokenizer=size, first=rows)
+    weight_VH = checkpoint.tensor("model.embed_tokens.weight" if checkpoint.config.tied else "lm_head.weight")
+    first = _first_of_tail(weight_VH) if size is None else size
     if first == rows:
         return UnusedRows(rows=rows, tokenizer=size, first=first)
     unused_VH = weight_VH[first:].float()
@@ -103,9 +103,10 @@ def tokenizer_size(root: Path) -> int | None:
 
 def _first_of_tail(weight_VH: torch.Tensor) -> int:
     """The first of two or more equal rows at the end; all rows if the last two differ."""
-    different_V = (weight_VH[:-1] != weight_VH[-1]).any(dim=1).nonzero()
-    first = int(different_V[-1]) + 1 if len(different_V) else 0
-    return first if weight_VH.shape[0] - first > 1 else weight_VH.shape[0]
+    rows = first = weight_VH.shape[0]
+    while first > 0 and bool((weight_VH[first - 1] == weight_VH[-1]).all()):
+        first -= 1
+    return first if rows - first > 1 else rows
 
 
 def _means(weight_VH: torch.Tensor) -> tuple[torch.Tensor | None, float | None]:
