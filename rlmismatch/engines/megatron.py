@@ -76,8 +76,7 @@ class MegatronEngine:
 
         if config.device == "cpu":
             self._standing.enter_context(megatron_model.cpu_shims())
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=config.tp, context_parallel_size=config.cp)
-        self._standing.callback(parallel_state.destroy_model_parallel)
+        self._standing.enter_context(megatron_model.model_parallel(tp=config.tp, cp=config.cp))
         if config.device == "cuda":
             tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
         torch.manual_seed(config.seed)

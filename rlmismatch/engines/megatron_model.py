@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional
 
 from rlmismatch.engines import megatron_cp
@@ -87,6 +88,22 @@ def _window_mask(queries: int, keys: int, window_size: tuple[int, int]) -> torch
     """Megatron's own mask of a sliding window, bool [queries, keys], True where a query may not look, on the CPU."""
     seen = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries - window_size[0]).tril(keys - queries + window_size[1])
     return ~seen
+
+
+@contextlib.contextmanager
+def model_parallel(*, tp: int, cp: int) -> Iterator[None]:
+    """Megatron's process groups, some thirty of them; and their end, which Megatron itself leaves out: each keeps threads that poll."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
+    made = [group for group in parallel_state._global_process_group_list or [] if isinstance(group, dist.ProcessGroup)]
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        for group in made:
+            if group in dist.distributed_c10d._world.pg_map:  # some Megatron does end
+                dist.destroy_process_group(group)
 
 
 def have_transformer_engine() -> bool:
