@@ -14,7 +14,7 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch.nn import functional
 
-from rlmismatch.kernels import attention, gemm, logprob, logprob_backward, logprob_linear, norm, reduce, rope, swiglu
+from rlmismatch.kernels import gemm, logprob, logprob_backward, logprob_linear, norm, reduce, rope, swiglu
 
 BF16 = torch.bfloat16
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB = 32, 8, 128, 4096, 12288, 151936  # Qwen3-8B
@@ -65,7 +65,7 @@ class Timing:
         return self.baseline_us / self.ours_us
 
 
-def _randn(*shape: int) -> torch.Tensor:
+def randn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=BF16)
 
 
@@ -96,7 +96,7 @@ def _rotating(op: Callable[[torch.Tensor, torch.Tensor], object], x: torch.Tenso
 
 
 def _weights(columns: int, width: int) -> list[torch.Tensor]:
-    return [_randn(columns, width) for _ in range(max(1, -(-300_000_000 // (2 * columns * width))))]
+    return [randn(columns, width) for _ in range(max(1, -(-300_000_000 // (2 * columns * width))))]
 
 
 def _gemm_baselines() -> list[tuple[str, Callable[[torch.Tensor, torch.Tensor], object]]]:
@@ -117,7 +117,7 @@ def _gemm() -> Iterator[Case]:
     for width, columns in ((HIDDEN, 6144), (HIDDEN, 2 * FFN), (FFN, HIDDEN), (HIDDEN, VOCAB)):
         weights = _weights(columns, width)
         for rows in GEMM_ROWS:
-            x = _randn(rows, width)
+            x = randn(rows, width)
             for baseline, theirs in baselines:
                 yield Case(
                     kernel="gemm.linear",
@@ -136,7 +136,7 @@ def _row_parallel() -> Iterator[Case]:
     for width in (HIDDEN, FFN):
         weights = _weights(HIDDEN, width)
         for rows in GEMM_ROWS:
-            x = _randn(rows, width)
+            x = randn(rows, width)
             for kernel, ours in (
                 ("gemm.row_partial + reduce.fold", _row_parallel_layer),
                 ("gemm.row_linear", partial(gemm.row_linear, impl="triton")),
@@ -156,7 +156,7 @@ def _row_parallel() -> Iterator[Case]:
 
 def _gradients() -> Iterator[Case]:
     tokens, columns = 4096, 6144
-    x, dy, weight = _randn(tokens, HIDDEN), _randn(tokens, columns), _randn(columns, HIDDEN)
+    x, dy, weight = randn(tokens, HIDDEN), randn(tokens, columns), randn(columns, HIDDEN)
     ours = (partial(gemm.grad_input, dy, weight, impl="triton"), partial(gemm.grad_weight, dy, x, impl="triton", out_dtype=BF16))
     theirs = (partial(torch.mm, dy, weight), partial(torch.mm, dy.T, x))
     for kernel, our, their in zip(("gemm.grad_input", "gemm.grad_weight"), ours, theirs, strict=True):
@@ -188,7 +188,7 @@ def _reduce() -> Iterator[Case]:
 
 def _norm() -> Iterator[Case]:
     for rows, width in ((1, HIDDEN), (4096, HIDDEN), (4096 * HEADS, HEAD_DIM)):
-        x, weight = _randn(rows, width), _randn(width)
+        x, weight = randn(rows, width), randn(width)
         yield Case(
             kernel="norm.rms_norm",
             shape=f"{rows} x {width}",
@@ -203,7 +203,7 @@ def _norm() -> Iterator[Case]:
 def _rope() -> Iterator[Case]:
     inv_freq = 1.0 / 1e6 ** (torch.arange(0, HEAD_DIM, 2, device="cuda", dtype=torch.float32) / HEAD_DIM)
     for rows in (1, 4096):
-        q, k, positions = _randn(rows, HEADS, HEAD_DIM), _randn(rows, KV_HEADS, HEAD_DIM), torch.arange(rows, device="cuda")
+        q, k, positions = randn(rows, HEADS, HEAD_DIM), randn(rows, KV_HEADS, HEAD_DIM), torch.arange(rows, device="cuda")
         yield Case(
             kernel="rope.rotary",
             shape=f"{rows} x {HEADS}/{KV_HEADS} x {HEAD_DIM}",
@@ -217,7 +217,7 @@ def _rope() -> Iterator[Case]:
 
 def _swiglu() -> Iterator[Case]:
     for rows in (1, 4096):
-        gate_up = _randn(rows, 2 * FFN)
+        gate_up = randn(rows, 2 * FFN)
         yield Case(
             kernel="swiglu.swiglu_packed",
             shape=f"{rows} x {FFN}",
@@ -229,42 +229,9 @@ def _swiglu() -> Iterator[Case]:
         )
 
 
-def _attention() -> Iterator[Case]:
-    for tokens in (512, 4096, 16384):
-        q, k, v = _randn(tokens, HEADS, HEAD_DIM), _randn(tokens, KV_HEADS, HEAD_DIM), _randn(tokens, KV_HEADS, HEAD_DIM)
-        q4, k4, v4 = (x.transpose(0, 1)[None] for x in (q, k, v))
-        yield Case(
-            kernel="attention.causal",
-            shape=f"{tokens} x {HEADS}/{KV_HEADS} x {HEAD_DIM}",
-            ours=partial(attention.causal, q, k, v, [0, tokens], scale=HEAD_DIM**-0.5, impl="triton"),
-            baseline="SDPA",
-            theirs=partial(functional.scaled_dot_product_attention, q4, k4, v4, is_causal=True, enable_gqa=True),
-            work=2.0 * HEADS * HEAD_DIM * tokens * tokens,  # half of 4 H D T^2: causal
-            unit="TFLOP/s",
-        )
-    block_size, batch = 16, 64
-    for tokens in (512, 4096):
-        blocks = batch * tokens // block_size
-        k_cache, v_cache = _randn(blocks, block_size, KV_HEADS, HEAD_DIM), _randn(blocks, block_size, KV_HEADS, HEAD_DIM)
-        table = torch.randperm(blocks, device="cuda").to(torch.int32).view(batch, -1)
-        q = _randn(batch, HEADS, HEAD_DIM)
-        q4, k4, v4 = q[:, :, None], _randn(batch, KV_HEADS, tokens, HEAD_DIM), _randn(batch, KV_HEADS, tokens, HEAD_DIM)
-        yield Case(
-            kernel="attention.paged, decode",
-            shape=f"{batch} sequences of {tokens}, block {block_size}",
-            ours=partial(
-                attention.paged, q, k_cache, v_cache, table, range(batch + 1), [tokens] * batch, scale=HEAD_DIM**-0.5, impl="triton"
-            ),
-            baseline="SDPA, dense",
-            theirs=partial(functional.scaled_dot_product_attention, q4, k4, v4, enable_gqa=True),
-            work=4.0 * batch * tokens * KV_HEADS * HEAD_DIM,
-            unit="GB/s",
-        )
-
-
 def _logprob() -> Iterator[Case]:
     for rows in (1, 2048):
-        logits, targets = _randn(rows, VOCAB), torch.randint(0, VOCAB, (rows,), device="cuda")
+        logits, targets = randn(rows, VOCAB), torch.randint(0, VOCAB, (rows,), device="cuda")
         yield Case(
             kernel="logprob.selected",
             shape=f"{rows} x {VOCAB}",
@@ -341,7 +308,7 @@ def _linear_baselines() -> list[tuple[str, LinearLoss]]:
 def _logprob_backward() -> Iterator[Case]:
     rows, width = 2048, HIDDEN
     targets, grads = torch.randint(0, VOCAB, (rows,), device="cuda"), torch.linspace(-1.5, 2.0, rows, device="cuda")
-    logits = _randn(rows, VOCAB)
+    logits = randn(rows, VOCAB)
     yield Case(
         kernel="logprob_backward.entropy",
         shape=f"{rows} x {VOCAB}",
@@ -362,7 +329,7 @@ def _logprob_backward() -> Iterator[Case]:
         memory=True,
     )
     del logits
-    hidden, weight = _randn(rows, width), _randn(VOCAB, width) * width**-0.5
+    hidden, weight = randn(rows, width), randn(VOCAB, width) * width**-0.5
     leaves = hidden.clone(), weight.clone()
     for baseline, theirs in _linear_baselines():
         yield Case(
@@ -385,7 +352,6 @@ SUITES: dict[str, Callable[[], Iterator[Case]]] = {
     "norm": _norm,
     "rope": _rope,
     "swiglu": _swiglu,
-    "attention": _attention,
     "logprob": _logprob,
     "logprob_backward": _logprob_backward,
 }
@@ -454,17 +420,18 @@ def _line(t: Timing) -> str:
     return line
 
 
-def main() -> None:
+def main(suites: Mapping[str, Callable[[], Iterator[Case]]]) -> None:
+    """Measure what the command line picks of `suites`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the timings there as well")
-    parser.add_argument("--only", choices=sorted(SUITES), action="append", help="measure this suite alone; may be repeated")
+    parser.add_argument("--only", choices=sorted(suites), action="append", help="measure this suite alone; may be repeated")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("bench_kernels.py needs a CUDA GPU")
+        sys.exit("the benchmark needs a CUDA GPU")
     print(f"{'kernel':32}{'shape':40}{'ours, us':>12}{'theirs, us':>12}  {'baseline':22}{'speed':>8}{'rate':>10}")
     timings = []
-    for name in args.only or SUITES:
-        for case in SUITES[name]():
+    for name in args.only or suites:
+        for case in suites[name]():
             timings.append(measure(case))
             print(_line(timings[-1]), flush=True)
     if args.json:
@@ -473,4 +440,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(SUITES)

@@ -1,8 +1,7 @@
-"""The kernels on real shapes (Qwen3-0.6B and Qwen3-8B): the same bits whatever the rows, tile, pages or shards, and accuracy.
+"""The kernels on real shapes (Qwen3-0.6B and Qwen3-8B): the same bits whatever the rows, tile or shards, and accuracy.
 
 That a tile moves no bit is a fact about a card, not a theorem: tensor cores round inside a product as they like, only the same for every
-tile. These tests are the proof for the card they run on; kernels/attention chooses tiles by the number of rows on the strength of it.
-The GEMM's are in test_gemm_gpu.py.
+tile. These tests are the proof for the card they run on. The GEMM's are in test_gemm_gpu.py, attention's in test_attention_gpu.py.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rlmismatch.kernels import attention, gemm, logprob, logprob_backward, logprob_linear, norm, rope, swiglu
+from rlmismatch.kernels import gemm, logprob, logprob_backward, logprob_linear, norm, rope, swiglu
 from tests.kernels.budget import assert_within_budget
 
 pytestmark = [
@@ -23,9 +22,7 @@ pytestmark = [
 
 Randn = Callable[..., torch.Tensor]
 BF16 = torch.bfloat16
-HEADS = [(16, 8), (32, 8)]  # query and KV heads, head dim 128
 VOCAB = 151936
-SCALE = 128**-0.5
 
 
 @pytest.fixture
@@ -77,35 +74,6 @@ def test_swiglu(randn: Randn) -> None:
     assert_within_budget(out, torch.nn.functional.silu(gate.double()) * up.double(), plain)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-def test_attention_is_one_arithmetic(randn: Randn, heads: int, kv_heads: int) -> None:
-    """Dense, paged at two block sizes, chunks that use every tile, and decode: one row, one set of bits."""
-    tokens = 1500
-    q, k, v = randn(tokens, heads, 128), randn(tokens, kv_heads, 128), randn(tokens, kv_heads, 128)
-    dense = attention.causal(q, k, v, [0, tokens], scale=SCALE, impl="triton")
-    two = attention.causal(torch.cat([q, q]), torch.cat([k, k]), torch.cat([v, v]), [0, tokens, 2 * tokens], scale=SCALE, impl="triton")
-    assert torch.equal(two.out_THD[tokens:], dense.out_THD)
-    for block_size in (16, 128):
-        cache_k, cache_v, table = _paged(k, v, block_size)
-        for start, end in ((0, tokens), (0, 8), (8, 40), (700, 1213), (1, 2), (63, 64), (64, 65), (1499, 1500)):
-            part = attention.paged(q[start:end], cache_k, cache_v, table, [0, end - start], [end], scale=SCALE, impl="triton")
-            assert torch.equal(part.out_THD, dense.out_THD[start:end]), (block_size, start, end)
-            assert torch.equal(part.lse_HT, dense.lse_HT[:, start:end]), (block_size, start, end)
-
-
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
-def test_attention_accuracy(randn: Randn, dtype: torch.dtype, head_dim: int) -> None:
-    q, k, v = (randn(200, heads, head_dim, dtype=dtype) for heads in (8, 2, 2))
-    actual = attention.causal(q, k, v, [0, 200], scale=SCALE, impl="triton")
-    exact = attention.causal(q.double(), k.double(), v.double(), [0, 200], scale=SCALE, impl="reference")
-    plain = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, scale=SCALE, enable_gqa=True
-    )
-    assert_within_budget(actual.out_THD, exact.out_THD, plain[0].transpose(0, 1))
-    assert (actual.lse_HT - exact.lse_HT).abs().max() < 1e-5
-
-
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_logprob(randn: Randn, dtype: torch.dtype) -> None:
     logits, targets = randn(64, VOCAB + 128, dtype=dtype, scale=3.0), torch.randint(0, VOCAB, (64,), device="cuda")
@@ -143,17 +111,6 @@ def test_logprob_of_many_rows(randn: Randn) -> None:
     ours, theirs = ((x.double() - exact).abs() for x in (whole, plain))
     assert ours.mean() <= theirs.mean()
     assert ours.max() <= theirs.max()
-
-
-def _paged(k: torch.Tensor, v: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One sequence in shuffled pages of an interleaved cache [blocks, 2, B, Hkv, D] whose other slots are NaN."""
-    needed = -(-len(k) // block_size)
-    cache = torch.full((needed + 5, 2, block_size, *k.shape[1:]), torch.nan, dtype=k.dtype, device="cuda")
-    table = torch.randperm(needed + 5, device="cuda")[:needed].to(torch.int32)
-    for n, page in enumerate(table.tolist()):
-        rows = slice(n * block_size, (n + 1) * block_size)
-        cache[page, 0, : len(k[rows])], cache[page, 1, : len(v[rows])] = k[rows], v[rows]
-    return cache[:, 0], cache[:, 1], table[None]
 
 
 def test_logprob_backward_and_entropy(randn: Randn) -> None:

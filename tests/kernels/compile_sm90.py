@@ -89,6 +89,8 @@ def main() -> None:
     attention.paged(q, cache, cache, torch.zeros(2, 32, dtype=torch.int32), (0, 1, 2), (2000, 900), scale=0.1)
     q = torch.zeros(70, 3, 64)
     attention.causal(q, q, q, (0, 70), scale=0.1)
+    q, k = torch.zeros(70, 6, 64, dtype=BF16), torch.zeros(70, 3, 64, dtype=BF16)
+    attention.causal(q, k, k, (0, 70), scale=0.1)
     scores, lse = Scores(scale=0.1, window=100, soft_cap=30.0), torch.zeros(16, 512)
     q, k = torch.zeros(512, 16, 128, dtype=BF16), torch.zeros(512, 8, 128, dtype=BF16)
     attention_backward.causal_backward(q, k, k, q, lse, q, (0, 512), scores=scores, sinks_H=torch.zeros(16))

@@ -30,6 +30,7 @@ _KERNELS = {
     "_entropy_tiles_kernel",
     "_fold_entropy_kernel",
     "_attention_kernel",
+    "_attention_hopper_kernel",
     "_attention_merge_kernel",
     "_delta_kernel",
     "_dkdv_kernel",
@@ -66,5 +67,6 @@ def test_matrix_products_use_the_tensor_cores(compiled: list[tuple[str, int, str
     on_tensor_cores = [name for name, _, ptx in compiled if "mma.sync" in ptx or "wgmma.mma_async" in ptx]
     assert on_tensor_cores.count("_descriptor_kernel") == 15
     assert on_tensor_cores.count("_pointer_kernel") == 3
-    assert on_tensor_cores.count("_attention_kernel") == 7
+    assert on_tensor_cores.count("_attention_kernel") == 5
+    assert on_tensor_cores.count("_attention_hopper_kernel") == 3
     assert {"_dkdv_kernel", "_dq_kernel"} <= set(on_tensor_cores)

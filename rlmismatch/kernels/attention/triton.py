@@ -1,6 +1,7 @@
-"""Triton kernels of `attention`: one body for dense and paged K and V, whole rows or splits apart, and the merge of splits."""
+"""Triton kernel of `attention`: one body for dense and paged K and V, whole rows or splits apart."""
 
 import functools
+import importlib
 import itertools
 from collections.abc import Sequence
 
@@ -10,9 +11,9 @@ import triton.language as tl
 
 from rlmismatch.kernels.attention.order import LOG2_E, SPLIT, Scores, Segment, kv_tile
 from rlmismatch.kernels.attention.triton_fold import finish, join, row_sum, step
-from rlmismatch.kernels.common.triton import INTERPRETED, TL_DTYPE, round_to, storage, tanh, widen
+from rlmismatch.kernels.attention.triton_merge import block_d, merge
+from rlmismatch.kernels.common.triton import INTERPRETED, TL_DTYPE, is_hopper, round_to, storage, tanh, widen
 
-_MERGE_ROWS = 16
 # Below as many programs the splits of a row run in programs of their own. The interpreter runs one after another anyhow.
 _FEW_PROGRAMS = 0 if INTERPRETED.value else 4 * 132
 
@@ -66,37 +67,6 @@ def partials(
     return _splits(q_THD, widen(k_NHD).unsqueeze(0), widen(v_NHD).unsqueeze(0), None, (segment,), scores, split)
 
 
-def merge(
-    out_JTHD: torch.Tensor, lse_JHT: torch.Tensor, sinks_H: torch.Tensor | None, *, out_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [T, Hq, D] in `out_dtype`, lse float32 [Hq, T])."""
-    splits, tokens, heads, head_dim = out_JTHD.shape
-    out_JTHD, lse_JHT = out_JTHD.contiguous(), lse_JHT.contiguous()
-    out_THD = torch.empty((tokens, heads, head_dim), dtype=storage(out_dtype), device=out_JTHD.device)
-    lse_HT = torch.empty((heads, tokens), dtype=torch.float32, device=out_JTHD.device)
-    if out_THD.numel():
-        _attention_merge_kernel[(triton.cdiv(tokens * heads, _MERGE_ROWS),)](
-            out_JTHD,
-            lse_JHT,
-            out_THD,
-            lse_HT,
-            None if sinks_H is None else widen(sinks_H),
-            splits,
-            tokens,
-            HEADS=heads,
-            HEAD_DIM=head_dim,
-            BLOCK_D=_block_d(head_dim),
-            BLOCK_R=_MERGE_ROWS,
-            num_warps=2,
-            enable_fp_fusion=False,
-        )
-    return out_THD.to(out_dtype), lse_HT
-
-
-def _block_d(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
-
-
 def _pages_in_use(
     k_cache: torch.Tensor, v_cache: torch.Tensor, table_SN: torch.Tensor, lengths: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -129,6 +99,11 @@ def _rows(
     sinks_H: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Whole rows: every split in one program where there are rows enough to fill the GPU, else one program a split and a merge."""
+    if table_SN is None and is_hopper():
+        hopper = importlib.import_module("rlmismatch.kernels.attention.triton_hopper")  # Gluon is not in every Triton
+        if hopper.fits(q_THD, k_NBHD[0], v_NBHD[0], scores):
+            longest = max((s.rows for s in segments), default=0)
+            return hopper.dense(q_THD, k_NBHD[0], v_NBHD[0], _on_device(segments, q_THD.device), longest, scores, sinks_H)
     tokens, heads, head_dim = q_THD.shape
     kv_heads = k_NBHD.shape[2]
     block_m, _, _ = _tile(segments, heads // kv_heads, q_THD.element_size(), head_dim)
@@ -225,7 +200,7 @@ def _launch(
         scores.soft_cap or 0.0,
         scores.window or 0,
         HEAD_DIM=head_dim,
-        BLOCK_D=_block_d(head_dim),
+        BLOCK_D=block_d(head_dim),
         GROUP=group,
         HEADS=heads,
         PAGE=0 if table_SN is None else k_NBHD.shape[1],
@@ -250,6 +225,8 @@ def _tile(segments: Sequence[Segment], group: int, element_size: int, head_dim: 
         return max(64, smallest), 4, 1
     if element_size == 4:  # a float32 dot takes the FMA units, where larger tiles spill
         return smallest, 4, 2
+    if rows <= 16:
+        return 16, 4, 2
     if rows <= 64 or head_dim > 128:
         return max(64, smallest), 4, 2
     return max(128, smallest), 8, 2
@@ -389,38 +366,3 @@ def _attention_kernel(
     out_ptrs = out_ptr + (row * HEADS + head)[:, None] * HEAD_DIM + d[None, :]
     tl.store(out_ptrs, whole.to(out_ptr.dtype.element_ty), mask=q_mask)
     tl.store(lse_ptr + head * tokens + row, whole_lse, mask=live_M)
-
-
-@triton.jit(do_not_specialize=("splits", "tokens"))
-def _attention_merge_kernel(
-    part_ptr,
-    part_lse_ptr,
-    out_ptr,
-    lse_ptr,
-    sink_ptr,
-    splits,
-    tokens,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """Order: from (0, sink) or (0, -inf), the partials ascending."""
-    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    head = r % HEADS
-    at_lse = head * tokens + r // HEADS
-    live_R = r < tokens * HEADS
-    d = tl.arange(0, BLOCK_D)
-    at_out = r[:, None] * HEAD_DIM + d[None, :]
-    mask = live_R[:, None] & (d < HEAD_DIM)[None, :]
-    whole = tl.zeros((BLOCK_R, BLOCK_D), dtype=tl.float32)
-    whole_lse = tl.full((BLOCK_R,), -float("inf"), dtype=tl.float32)
-    if sink_ptr is not None:
-        whole_lse = tl.load(sink_ptr + head, mask=live_R, other=-float("inf")).to(tl.float32)
-    for j in range(splits):
-        offset = tl.cast(j, tl.int64) * tokens * HEADS
-        part_lse = tl.load(part_lse_ptr + offset + at_lse, mask=live_R, other=-float("inf"))
-        part = tl.load(part_ptr + offset * HEAD_DIM + at_out, mask=mask, other=0.0)
-        whole, whole_lse = join(whole, whole_lse, part, part_lse)
-    tl.store(out_ptr + at_out, whole.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(lse_ptr + at_lse, whole_lse, mask=live_R)

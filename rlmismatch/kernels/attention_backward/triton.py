@@ -150,14 +150,14 @@ def _delta_kernel(
 
 
 @triton.jit
-def _weights(score, lse_log2, seen, to_log2, to_cap, soft_cap, CAPPED: tl.constexpr):
-    """(softmax weights, factor on the gradient of the raw score) of a tile of raw scores; 0 where unseen."""
+def _weights(score, lse_log2, to_log2, to_cap, soft_cap, CAPPED: tl.constexpr):
+    """(softmax weights, factor on the gradient of the raw score) of a tile of raw scores, as if every key were seen."""
     slope = tl.full(score.shape, 1.0, dtype=tl.float32)
     if CAPPED:
         bent = tanh(score * to_cap)
         slope = 1.0 - bent * bent
         score = bent * soft_cap
-    return tl.where(seen, tl.exp2(tl.fma(score, to_log2, -lse_log2)), 0.0), slope
+    return tl.exp2(tl.fma(score, to_log2, -lse_log2)), slope
 
 
 @triton.jit(do_not_specialize=("tokens", "window"))
@@ -229,11 +229,14 @@ def _dkdv_kernel(
         dout = tl.load(dout_ptr + (row * stride_gt + head * stride_gh)[:, None] + d[None, :] * stride_gd, mask=q_mask, other=0.0)
         lse = tl.load(lse_ptr + head * tokens + row, mask=live_M, other=0.0) * 1.4426950408889634
         delta = tl.load(delta_ptr + head * tokens + row, mask=live_M, other=0.0)
-        seen = live_M[None, :] & (n[:, None] <= position[None, :])
-        if WINDOWED:
-            seen = seen & (n[:, None] > position[None, :] - window)
         score = tl.dot(k, tl.trans(q), input_precision="ieee")
-        weight, slope = _weights(score, lse[None, :], seen, to_log2, to_cap, soft_cap, CAPPED)
+        weight, slope = _weights(score, lse[None, :], to_log2, to_cap, soft_cap, CAPPED)
+        # Only a tile at an edge has keys or rows to hide; elsewhere the mask would change nothing.
+        if WINDOWED or BLOCK_M % GROUP or tile * TOKENS < first_key + BLOCK_N or (tile + 1) * TOKENS > length:
+            seen = live_M[None, :] & (n[:, None] <= position[None, :])
+            if WINDOWED:
+                seen = seen & (n[:, None] > position[None, :] - window)
+            weight = tl.where(seen, weight, 0.0)
         dv = tl.dot(round_to(weight, dtype).to(q.dtype), dout, dv, input_precision="ieee")
         dweight = tl.dot(v, tl.trans(dout), input_precision="ieee")
         dscore = weight * (dweight - delta[None, :])
@@ -313,11 +316,13 @@ def _dq_kernel(
         key_mask = (n < end)[:, None] & (d < HEAD_DIM)[None, :]
         k = tl.load(k_ptr + (key_row * stride_kt + kv_head * stride_kh)[:, None] + d[None, :] * stride_kd, mask=key_mask, other=0.0)
         v = tl.load(v_ptr + (key_row * stride_vt + kv_head * stride_vh)[:, None] + d[None, :] * stride_vd, mask=key_mask, other=0.0)
-        seen = live_M[:, None] & (n[None, :] <= position[:, None])
-        if WINDOWED:
-            seen = seen & (n[None, :] > position[:, None] - window)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
-        weight, slope = _weights(score, lse[:, None], seen, to_log2, to_cap, soft_cap, CAPPED)
+        weight, slope = _weights(score, lse[:, None], to_log2, to_cap, soft_cap, CAPPED)
+        if WINDOWED or BLOCK_M % GROUP or tile * BLOCK_N + BLOCK_N > first_position or first_position + TOKENS > length:
+            seen = live_M[:, None] & (n[None, :] <= position[:, None])
+            if WINDOWED:
+                seen = seen & (n[None, :] > position[:, None] - window)
+            weight = tl.where(seen, weight, 0.0)
         dweight = tl.dot(dout, tl.trans(v), input_precision="ieee")
         dscore = weight * (dweight - delta[:, None])
         if CAPPED:

@@ -8,13 +8,25 @@ The interpreter (TRITON_INTERPRET=1) multiplies the bit patterns of bfloat16 ope
 bfloat16. So there the host hands kernels float32 copies (`widen`), and float32 results (`storage`) are rounded by torch.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
+from triton.runtime import driver
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+@functools.cache
+def is_hopper() -> bool:
+    """Whether kernels are compiled for sm_90: warp group products and the tensor memory accelerator."""
+    if INTERPRETED.value:
+        return False
+    target = driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch == 90
 
 
 def widen(x: torch.Tensor) -> torch.Tensor:
