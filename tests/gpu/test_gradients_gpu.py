@@ -1,0 +1,116 @@
+"""The trainer's gradients on GPUs, local spec, Triton kernels: what tests/gradients shows on the CPU.
+
+Chain: the pinned gradient repeats itself and is near the float64 reference's -> on two GPUs it is the same at TP1, TP2 and TP2+SP.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from fixtures.make import write
+from fixtures.recipes import FIXTURES
+from rlmismatch.engines.megatron import MegatronEngine
+from rlmismatch.engines.protocol import Arm, SideConfig
+from rlmismatch.pins.spec import PINS
+from rlmismatch.tokens import Sequence
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+NAME = "mid-qwen3"
+SEQUENCES = tuple(
+    Sequence(id=name, prompt_ids=tuple((7 * i + 3) % 1000 for i in range(p)), response_ids=tuple((i * i + 11) % 1000 for i in range(r)))
+    for name, p, r in (("short", 1, 4), ("long", 6, 95))
+)
+SETUPS: Mapping[str, Mapping[str, Any]] = {
+    "tp1": {},
+    "float64": {"impl": "reference"},
+    "tp2": {"tp": 2},
+    "tp2sp": {"tp": 2, "sp": True},
+}
+FORWARD = ("forward",)
+
+
+def run_setups(rank: int, world: int, folder: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/store{world}", rank=rank, world_size=world)
+    out = {}
+    for name, fields in SETUPS.items():
+        config: dict[str, Any] = {"impl": "triton", "device": "cuda", "vocab_padding_policy": "mask", "grads": True, **fields}
+        if config.get("tp", 1) != world:
+            continue
+        engine = MegatronEngine(
+            SideConfig(side="trainer", engine="megatron", ckpt=f"{folder}/{NAME}", **config), rank=rank, local_rank=rank
+        )
+        try:
+            engine.load()
+            out[name] = {
+                "grads": engine.run(Arm(id="grads", paths=FORWARD, probe="grads"), SEQUENCES),
+                "pinned": engine.run(Arm(id="all", pins=frozenset(PINS), paths=FORWARD), SEQUENCES),
+                "readings": engine.readings(),
+            }
+        finally:
+            engine.close()
+    if rank == 0:
+        torch.save(out, f"{folder}/results{world}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def runs() -> Mapping[str, Mapping[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, NAME).mkdir()
+        write(FIXTURES[NAME], Path(folder, NAME))
+        out: dict[str, Any] = {}
+        for world in (1, 2)[: torch.cuda.device_count()]:
+            mp.spawn(run_setups, args=(world, folder), nprocs=world)  # type: ignore[no-untyped-call]
+            out |= torch.load(f"{folder}/results{world}.pt", weights_only=False)
+        return out
+
+
+def digests(run: Mapping[str, Any]) -> dict[str, bytes]:
+    return {k: bytes(v.tolist()) for k, v in run["grads"].boundaries.items() if k.startswith("digest/")}
+
+
+def total(run: Mapping[str, Any], players: str) -> torch.Tensor:
+    """Sums of STATISTICS over all parameters."""
+    return torch.stack([v for k, v in run["grads"].boundaries.items() if k.startswith(f"of/{players}/")]).sum(dim=0)
+
+
+def test_the_pinned_gradient_repeats_itself_and_is_of_what_was_scored(runs: Mapping[str, Any]) -> None:
+    for run in runs.values():
+        assert total(run, "ops+wgrad_accumulate")[1] == 0
+        scored = torch.cat(list(run["pinned"].scores["forward"].values()))
+        assert torch.equal(run["grads"].boundaries["logprob/pinned"], scored)
+
+
+def test_the_native_gradient_drifts_by_rounding(runs: Mapping[str, Any]) -> None:
+    sums = total(runs["tp1"], "native")
+    assert 1e-4 < float((sums[4] / sums[2]).sqrt()) < 0.1
+
+
+def test_triton_and_float64_pins_have_one_norm(runs: Mapping[str, Any]) -> None:
+    """Their forwards round alike but for a few elements, so norms agree to rounding."""
+    norms = [float(total(runs[name], "native")[2].sqrt()) for name in ("tp1", "float64")]
+    assert abs(norms[0] / norms[1] - 1) < 1e-2
+
+
+def test_accumulation_is_read_from_the_live_trainer(runs: Mapping[str, Any]) -> None:
+    fields = runs["tp1"]["readings"]["gemm.wgrad_accumulate"]
+    assert [fields[f].value for f in ("accum_dtype", "main_grad_dtype", "fusion")] == ["float32", "float32", False]
+
+
+def test_the_pinned_gradient_is_one_at_tp2(runs: Mapping[str, Any]) -> None:
+    if "tp2" not in runs:
+        pytest.skip("needs two GPUs")
+    one = digests(runs["tp1"])
+    differing = {name: [k for k in one if one[k] != digests(runs[name])[k]] for name in ("tp2", "tp2sp")}
+    assert differing == {"tp2": [], "tp2sp": []}
+    assert runs["tp2"]["readings"]["gemm.dgrad_reduce"]["acc_dtype"].value == "float32"
