@@ -121,6 +121,8 @@ class Evidence:
         declared = parse_declarations(self.settings.declare)
         if self.settings.cp > 1:  # what the command line says of the ranks' tokens must not be untrue of the live ranks
             declared["trainer"].setdefault("attention.merge_order:cp_partition", self.settings.cp_partition)
+            if self.settings.trainer_spec == "local":  # attention is ours, in a fixed order
+                declared["trainer"].setdefault("attention.merge_order:merge_order", "ascending global block index")
         sides: dict[SideName, dict[str, dict[str, Reading]]] = {}
         contradictions: set[str] = set()
         names: tuple[SideName, ...] = ("trainer", "rollout")

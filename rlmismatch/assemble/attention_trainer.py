@@ -15,6 +15,7 @@ from rlmismatch import attention_policies
 from rlmismatch.arms import ATTENTION
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.attention_policies import POLICIES, Operands
+from rlmismatch.contract import Reading
 from rlmismatch.engines.attention_candidates import FACTS
 from rlmismatch.engines.protocol import SideName
 from rlmismatch.evidence import Evidence
@@ -45,7 +46,10 @@ def measures(evidence: Evidence, book: ScoreBook) -> tuple[MeasureRow, ...]:
         described = evidence.side(side)
         rows += candidates(side, tensors, described.provenance.get("attention_candidates", {}) if described else {})
     if "trainer" in kept:
-        rows += backward(kept["trainer"])
+        trainer = evidence.side("trainer")
+        flags = trainer.readings.get("gemm.runtime_flags", {}) if trainer else {}
+        claimed = flags.get("deterministic_mode", Reading()).value is True
+        rows += backward(kept["trainer"], deterministic=claimed)
     return tuple(rows)
 
 
@@ -183,8 +187,11 @@ def candidates(side: SideName, tensors: Mapping[str, torch.Tensor], installed: M
         yield MeasureRow(axis=axis, side=side, what=f"{name}, {form}: mean error over mean size", value=relative, unit="", note=note)
 
 
-def backward(tensors: Mapping[str, torch.Tensor]) -> Iterator[MeasureRow]:
-    """The gradients of the live attention, each over all kept layers, worst layer first."""
+def backward(tensors: Mapping[str, torch.Tensor], *, deterministic: bool = False) -> Iterator[MeasureRow]:
+    """The gradients of the live attention, each over all kept layers, worst layer first.
+
+    deterministic: whether the trainer claims it. Then runs that differ are a defect; without the claim they are only said.
+    """
     axis = "attention.backward"
     found: dict[tuple[str, str], list[tuple[float, ...]]] = {}
     dtype = next((x.dtype for key, x in tensors.items() if key.endswith(".q")), torch.float32)
@@ -198,6 +205,9 @@ def backward(tensors: Mapping[str, torch.Tensor]) -> Iterator[MeasureRow]:
         slope = max((abs(slope - 1.0) for *_, slope, _ in per_layer), key=lambda x: (math.isnan(x), x))
         repeats = all(facts[-1] == 1.0 for facts in per_layer)
         note = "three runs bit-equal" if repeats else "three runs differ: the backward adds in no fixed order"
+        if deterministic:
+            what = f"{name} of {source}: runs of three that differ from the first, under deterministic_mode"
+            yield MeasureRow(axis=axis, side="trainer", what=what, value=0.0 if repeats else 1.0, unit="", limit=0.0)
         what = f"{name} of {source}, slope over the exact one, minus 1"
         yield MeasureRow(axis=axis, side="trainer", what=what, value=slope, unit="", limit=SLOPE, note=note)
         what = f"{name} of {source}, mean error over mean size"

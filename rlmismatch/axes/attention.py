@@ -295,7 +295,7 @@ ATTENTION: Final[tuple[Axis, ...]] = (
                 sides=("trainer",),
                 built=True,
             ),
-            Plant(id="merge_arrival_order", verdict="contract", what="partial outputs are merged as they arrive"),
+            Plant(id="merge_arrival_order", verdict="contract", what="partial results are merged as they arrive", built=True),
         ),
     ),
     Axis(

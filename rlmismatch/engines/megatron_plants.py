@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlmismatch.contract import Reading, documented
-from rlmismatch.engines import attention_plants
+from rlmismatch.engines import attention_plants, merge_plants
 from rlmismatch.engines import megatron_plants_attention as attention_faults
 from rlmismatch.engines import megatron_plants_gemm as gemm_plants
 from rlmismatch.engines import megatron_plants_gradients as backward
@@ -66,10 +66,11 @@ class TrainerPlant:
 
 def chosen(config: SideConfig, model: ModelConfig) -> Mapping[str, TrainerPlant]:
     """The plants of this run, by id. Raises UsageError for an unknown one, and for one that can not exist in this run."""
+    known = {**PLANTS, **(UNDER_CP if config.cp > 1 else {})}
     for name in config.plants:
-        if name not in PLANTS:
+        if name not in known:
             raise UsageError("plant-unknown", f"the trainer has no plant {name!r}", hint=f"known: {', '.join(sorted(PLANTS))}")
-        plant = PLANTS[name]
+        plant = known[name]
         reason = plant.refuse(config, model)
         if config.trainer_spec not in plant.specs:
             reason = f"it is not built for the trainer spec {config.trainer_spec!r}"
@@ -77,7 +78,7 @@ def chosen(config: SideConfig, model: ModelConfig) -> Mapping[str, TrainerPlant]
             reason = "it is not built for context parallelism"
         if reason is not None:
             raise UsageError("plant-without-effect", f"plant {name} can not be put into this trainer: {reason}", where="trainer")
-    return {name: PLANTS[name] for name in config.plants}
+    return {name: known[name] for name in config.plants}
 
 
 def held_tokens(declared: ContextParallel, plants: Mapping[str, TrainerPlant]) -> ContextParallel:
@@ -407,6 +408,15 @@ PLANTS: Mapping[str, TrainerPlant] = {
     "wgrad_bf16_accumulate": TrainerPlant(
         what="main_grad is bfloat16; the gradient buffers are built so",
         refuse=lambda config, model: None if config.dtype == "bfloat16" else "main_grad takes the model's dtype, which is no bfloat16",
+        specs=("local",),
+    ),
+}
+# Where ranks share the sequence, what they merge are attention's partial outputs.
+UNDER_CP: Mapping[str, TrainerPlant] = {
+    "merge_arrival_order": TrainerPlant(
+        what="attention's partial outputs are merged as a ring brings them",
+        apply=lambda site: merge_plants.of_ranks(site.layers),
+        says=merge_plants.SAYS_ARRIVAL,
         specs=("local",),
     ),
 }

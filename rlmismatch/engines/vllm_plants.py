@@ -13,7 +13,7 @@ import torch
 
 from rlmismatch.checkpoint import ModelConfig
 from rlmismatch.contract import Reading, documented
-from rlmismatch.engines import attention_plants
+from rlmismatch.engines import attention_plants, merge_plants
 from rlmismatch.engines import vllm_plants_attention as attention_faults
 from rlmismatch.engines import vllm_plants_gemm as gemm_plants
 from rlmismatch.engines import vllm_plants_logprob as faults
@@ -43,14 +43,15 @@ class RolloutPlant:
 
 def chosen(config: SideConfig, model: ModelConfig) -> Mapping[str, RolloutPlant]:
     """The plants of this run, by id. Raises UsageError for an unknown one, and for one that can change nothing in this run."""
+    known = {**PLANTS, **(AT_TP1 if config.tp == 1 else {})}
     for name in config.plants:
-        if name not in PLANTS:
+        if name not in known:
             hint = "vLLM has no dropout" if name == "dropout_on" else f"known: {', '.join(sorted(PLANTS))}"
             raise UsageError("plant-unknown", f"the rollout has no plant {name!r}", where="rollout", hint=hint)
-        reason = PLANTS[name].refuse(config, model)
+        reason = known[name].refuse(config, model)
         if reason is not None:
             raise UsageError("plant-without-effect", f"plant {name} can not be put into this rollout: {reason}", where="rollout")
-    return {name: PLANTS[name] for name in config.plants}
+    return {name: known[name] for name in config.plants}
 
 
 def overridden(readings: dict[str, dict[str, Reading]], plants: Mapping[str, RolloutPlant]) -> None:
@@ -297,4 +298,12 @@ PLANTS: Final[Mapping[str, RolloutPlant]] = {
         refuse=lambda config, model: "one rank has nothing to sum" if config.tp == 1 else None,
     ),
     "head_row_off_by_one": RolloutPlant(what="the head reads the hidden state of the row before", apply=faults.head_row_off_by_one),
+}
+# Where no rank holds a part of the vocabulary, what can be merged are attention's partial outputs.
+AT_TP1: Final[Mapping[str, RolloutPlant]] = {
+    "merge_arrival_order": RolloutPlant(
+        what="attention cuts its keys into two splits and merges the later one first",
+        apply=lambda live, config: merge_plants.of_splits(live),
+        says=merge_plants.SAYS_ARRIVAL,
+    ),
 }

@@ -96,6 +96,14 @@ def test_a_backward_that_does_not_repeat_says_so() -> None:
     facts = torch.tensor([0.1, 0.004, 1.0, 1.0, 0.0]).double()
     rows = list(attention_trainer.backward({**captured(Policy()), "backward/native/layers.0.dq": facts}))
     assert rows[0].note == "three runs differ: the backward adds in no fixed order"
+    assert all(row.ok for row in rows)  # nobody claimed otherwise
+
+
+@pytest.mark.parametrize("repeats", [1.0, 0.0])
+def test_a_claim_of_determinism_is_held_to(repeats: float) -> None:
+    facts = torch.tensor([0.1, 0.004, 1.0, 1.0, repeats]).double()
+    rows = list(attention_trainer.backward({**captured(Policy()), "backward/native/layers.0.dq": facts}, deterministic=True))
+    assert [row.ok for row in rows if "deterministic_mode" in row.what] == [repeats == 1.0]
 
 
 def test_the_captures_are_cut_to_what_is_simulated() -> None:

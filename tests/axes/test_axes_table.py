@@ -124,8 +124,9 @@ def test_sides() -> None:
 
 
 def test_built_plants_can_be_named_without_doubt() -> None:
+    """One id on two axes is one fault in two places: which of them a set-up has decides where it goes."""
     ids = [p.id for a in axes.ALL for p in a.plants if p.built]
-    assert len(ids) == len(set(ids))
+    assert {plant for plant in ids if ids.count(plant) > 1} == {"merge_arrival_order"}
 
 
 def test_causal_order_names_every_axis_once_and_gates_first() -> None:

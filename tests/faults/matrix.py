@@ -36,6 +36,11 @@ class Case:
         return f"{self.plant}@{self.side}"
 
     @property
+    def key(self) -> str:
+        """What tells it from every other case: two axes share a plant where the set-up decides which of them can merge."""
+        return f"{self.id} of {self.axis}" if self.plant == "merge_arrival_order" else self.id
+
+    @property
     def tier(self) -> str:
         return self.at or _TIERS[self.word]
 
@@ -633,6 +638,21 @@ CASES: Final[tuple[Case, ...]] = (
         word="CONTRACT",
         axis="attention.backend_reuse",
         says="and full, chunked, decode; repeatable; not batch invariant on the rollout",
+    ),
+    Case(
+        plant="merge_arrival_order",
+        side="trainer",
+        word="CONTRACT",
+        axis="attention.merge_order",
+        says="merge_order was declared otherwise than the engine says: trainer order of arrival",
+        options=_CP2,
+    ),
+    Case(
+        plant="merge_arrival_order",
+        side="rollout",
+        word="CONTRACT",
+        axis="attention.merge_order",
+        says="on the trainer and order of arrival on the rollout",
     ),
     Case(
         plant="dk_scaled",

@@ -18,7 +18,7 @@ from tests.cli_runs import MASK, QUICK, ROOT, TINY, Done, run, selected, side_by
 from tests.faults.matrix import CASES
 from tests.faults.matrix import render as controls
 
-BY_ID = {case.id: case for case in CASES}
+BY_ID = {case.key: case for case in CASES}
 # Runs with more than one plant, and one whose plant this set-up cannot show.
 OTHERS = {
     "three": ("--plant", "eps@trainer", "--plant", "rope_theta@rollout", "--plant", "one_stale_tensor@rollout"),
@@ -27,8 +27,9 @@ OTHERS = {
 
 
 def test_every_built_plant_has_its_case_on_every_side() -> None:
-    built = {f"{p.id}@{side}" for axis in axes.ALL for p in axis.plants if p.built for side in p.sides}
-    assert set(BY_ID) == built
+    built = [(axis.id, f"{p.id}@{side}") for axis in axes.ALL for p in axis.plants if p.built for side in p.sides]
+    assert {case.id for case in CASES} == {plant for _, plant in built}
+    assert len(BY_ID) == len(CASES)
     assert len(CASES) == len(built)
 
 
@@ -41,7 +42,11 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """The selected cases, started; each is awaited by its own test."""
     folder = tmp_path_factory.mktemp("plants")
     chosen = selected(request, "case")
-    cases = {c.id: functools.partial(run, "probe", *c.command, out=folder / c.id, torchrun=c.torchrun) for c in CASES if c.id in chosen}
+    cases = {
+        c.key: functools.partial(run, "probe", *c.command, out=folder / c.key.replace(" ", "-"), torchrun=c.torchrun)
+        for c in CASES
+        if c.key in chosen
+    }
     for name, plants in OTHERS.items():
         if name in chosen:
             cases[name] = functools.partial(run, "probe", "--ckpt", TINY, *MASK, *QUICK, *plants, out=folder / name)
@@ -69,7 +74,7 @@ def test_a_plant_is_named_first(case: str, runs: Mapping[str, Future[Done]]) -> 
     assert (verdict["word"], verdict["exit_code"], first["axis"], first["tier"]) == (expected.word, code, expected.axis, expected.tier)
     assert expected.says in first["text"]
     assert first["hint"] or not code
-    loud(done, case)
+    loud(done, expected.id)
     measured = [row["name"] for row in done.report["ratios"] if row["drift"]]
     assert verdict["numbers_void"] is (expected.word == "NOT COMPARABLE")
     assert bool(measured) is not verdict["numbers_void"]

@@ -1,0 +1,79 @@
+"""The fault merge_arrival_order where it is attention's partial outputs that are merged: of context-parallel ranks, and of KV splits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from rlmismatch import attention_policies
+from rlmismatch.attention_policies import Operands
+from rlmismatch.pins.context_parallel import ContextParallel
+from rlmismatch.pins.hooks import Patch
+from rlmismatch.pins.vllm_attention import PagedCache
+from rlmismatch.pins.vllm_live import LiveModel
+
+SAYS_ARRIVAL: Final[Mapping[tuple[str, str], Any]] = {("attention.merge_order", "merge_order"): "order of arrival"}
+_LABEL: Final = "merge_arrival_order"
+_SPLITS: Final = 2
+
+
+def of_ranks(layers: Sequence[Any]) -> Sequence[Patch]:
+    """A context-parallel trainer whose ranks merge their own chunks' partial output first, and then the others' as a ring brings them."""
+    cores = [layer.self_attention.core_attention for layer in layers]
+    cp: ContextParallel = cores[0].cp
+
+    def make(native: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            k_SHD, v_SHD = cp.whole(key[:, 0]), cp.whole(value[:, 0])
+            length, out, row = len(k_SHD), [], 0
+            chunks = sorted((run, owner) for owner in range(cp.size) for run in cp.runs(length, owner))
+            for start, end in cp.runs(length):
+                q_QHD = query[row : row + end - start, 0]
+                row += end - start
+                seen = [(run, owner) for run, owner in chunks if run[0] < end]
+                bounds = [0, *(run[1] for run, _ in seen)]
+                given = Operands(q_THD=q_QHD, k_THD=k_SHD[:end], v_THD=v_SHD[:end], scale=float(q_QHD.shape[-1] ** -0.5))
+                parts = attention_policies.partials(given, bounds)
+                ring = sorted(range(len(seen)), key=lambda i: ((cp.ranks.rank - seen[i][1]) % cp.size, i))
+                out.append(attention_policies.merge([parts[i] for i in ring]).transpose(0, 1).to(query.dtype))
+            return torch.cat(out).flatten(1)[:, None]
+
+        return forward
+
+    return [Patch(target=core, name="forward", make=make, pins=(), label=f"plant {_LABEL}") for core in cores]
+
+
+def of_splits(live: LiveModel) -> Sequence[Patch]:
+    """A rollout whose attention cuts the keys into two splits and merges the later one first."""
+    cache, patches = PagedCache(), list[Patch]()
+    for attn in (layer.self_attn.attn for layer in live.layers):
+        patches.append(Patch(target=attn.impl, name="forward", make=_late_split_first(cache), pins=(), label=_LABEL))
+        patches += cache.write_hook(attn, pins=(), label=_LABEL)
+    return patches
+
+
+def _late_split_first(cache: PagedCache) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def make(native: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(
+            layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any,
+            output: torch.Tensor, *args: Any, **kwargs: Any,
+        ) -> torch.Tensor:  # fmt: skip
+            if attn_metadata is not None:
+                k_NBHD, v_NBHD = cache.views(layer, kv_cache)
+                bounds, lengths = attn_metadata.query_start_loc.tolist(), attn_metadata.seq_lens.tolist()
+                for s, (start, end) in enumerate(itertools.pairwise(bounds)):
+                    position = torch.arange(lengths[s], device=query.device)
+                    page, slot = attn_metadata.block_table[s, position // k_NBHD.shape[1]].long(), position % k_NBHD.shape[1]
+                    q_QHD = query[start:end].view(end - start, layer.num_heads, layer.head_size)
+                    given = Operands(q_THD=q_QHD, k_THD=k_NBHD[page, slot], v_THD=v_NBHD[page, slot], scale=float(layer.head_size**-0.5))
+                    splits = attention_policies.even_bounds(lengths[s], min(_SPLITS, lengths[s]))
+                    merged = attention_policies.merge(attention_policies.partials(given, splits)[::-1])
+                    output[start:end].view(q_QHD.shape).copy_(merged.transpose(0, 1))
+            return output
+
+        return forward
+
+    return make
