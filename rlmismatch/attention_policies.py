@@ -63,6 +63,7 @@ class Operands:
     v_THD: torch.Tensor
     scale: float
     out_THD: torch.Tensor | None = None
+    window: int | None = None  # tokens that a token sees, itself included
 
     def first_heads(self, tokens: int, heads: int) -> Operands:
         """The first tokens of the first key/value heads with their query heads, `heads` of these at most (one group at least)."""
@@ -75,6 +76,7 @@ class Operands:
             v_THD=self.v_THD[rows, :kv],
             scale=self.scale,
             out_THD=None if self.out_THD is None else self.out_THD[rows, : kv * group],
+            window=self.window,
         )
 
     def scores(self, k_THD: torch.Tensor | None = None) -> torch.Tensor:
@@ -83,13 +85,18 @@ class Operands:
         group = self.q_THD.shape[1] // k.shape[1]
         score = torch.einsum("thd,nhd->htn", self.q_THD.double(), k.double().repeat_interleave(group, dim=1)) * self.scale
         rows, keys = score.shape[1:]
-        later = torch.ones(rows, keys, dtype=torch.bool, device=score.device).triu(keys - rows + 1)
-        return score.masked_fill(later, -torch.inf)
+        return score.masked_fill(~visible(rows, keys, self.window, score.device), -torch.inf)
 
     def values(self, v_THD: torch.Tensor | None = None) -> torch.Tensor:
         """float64 [Hq, N, D]: V of the key/value head of each query head."""
         v = self.v_THD if v_THD is None else v_THD
         return v.double().repeat_interleave(self.q_THD.shape[1] // v.shape[1], dim=1).transpose(0, 1)
+
+
+def visible(rows: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """bool [T, N]: which keys each of the last T of N tokens sees."""
+    distance = torch.arange(keys - rows, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
 def exact(given: Operands, k_THD: torch.Tensor | None = None, v_THD: torch.Tensor | None = None) -> torch.Tensor:

@@ -38,6 +38,19 @@ def test_exact_is_causal_softmax_attention(given: Operands) -> None:
         torch.testing.assert_close(out[row, head], by_hand(given, row, head), rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("window", [1, 40, TOKENS])
+def test_a_window_counts_the_token_itself(given: Operands, window: int) -> None:
+    out = policies.exact(dataclasses.replace(given, window=window))
+    row, first = 77, max(0, 78 - window)
+    seen = dataclasses.replace(
+        given, q_THD=given.q_THD[row : row + 1], k_THD=given.k_THD[first : row + 1], v_THD=given.v_THD[first : row + 1]
+    )
+    torch.testing.assert_close(out[row], policies.exact(seen)[0], rtol=1e-12, atol=1e-14)
+    windowed = dataclasses.replace(given, window=window)
+    merged = policies.merge(policies.partials(windowed, policies.even_bounds(TOKENS, 4))).transpose(0, 1)
+    torch.testing.assert_close(merged.double(), out, rtol=0, atol=4e-6)
+
+
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_a_policy_is_the_formula_up_to_its_roundings(given: Operands, policy: Policy) -> None:
     out, truth = policies.simulate(given, policy), policies.exact(given)

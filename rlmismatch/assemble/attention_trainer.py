@@ -55,11 +55,12 @@ def measures(evidence: Evidence, book: ScoreBook) -> tuple[MeasureRow, ...]:
 
 def layers(tensors: Mapping[str, torch.Tensor]) -> dict[str, Operands]:
     """``layers.I`` -> its operands, cut to what is simulated."""
+    window = int(tensors["window"]) or None if "window" in tensors else None
     names = [key.removesuffix(".q") for key in tensors if key.endswith(".q")]
     out = {}
     for name in names:
         q, k, v, written = (tensors[f"{name}.{x}"] for x in ("q", "k", "v", "out"))
-        whole = Operands(q_THD=q, k_THD=k, v_THD=v, out_THD=written, scale=float(q.shape[-1] ** -0.5))
+        whole = Operands(q_THD=q, k_THD=k, v_THD=v, out_THD=written, scale=float(q.shape[-1] ** -0.5), window=window)
         out[name] = whole.first_heads(_TOKENS, _HEADS)
     return out
 

@@ -6,6 +6,7 @@ tensors, by name, in global head order and the dtype that attention saw:
     layers.I.q [T, Hq, D]  layers.I.k, layers.I.v [T, Hkv, D]  layers.I.out [T, Hq, D]
     backward/...           see `megatron_attention` (trainer)
     backend/...            see `attention_candidates`
+    window []              tokens that a token sees, itself included; 0: all
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from rlmismatch import attention_policies
 from rlmismatch.contract import read
 from rlmismatch.engines.attention_capture import Seen, joined, layers_kept, try_candidates
 from rlmismatch.engines.attention_knobs import BACKWARD
@@ -62,7 +63,7 @@ def probe(engine: MegatronEngine, seen: Seen) -> tuple[dict[str, torch.Tensor], 
         for layer in layers_kept(engine.model.num_layers):
             out |= _backward(engine, seen, layer)
     tried, notes = try_candidates(engine.config, seen, rank=engine.tp.rank, scale=engine.ops.shape.softmax_scale)
-    return {**out, **tried}, notes
+    return {**out, **tried, "window": torch.tensor(engine.model.sliding_window or 0)}, notes
 
 
 def _backward(engine: MegatronEngine, seen: Seen, layer: int) -> dict[str, torch.Tensor]:
@@ -75,13 +76,14 @@ def _backward(engine: MegatronEngine, seen: Seen, layer: int) -> dict[str, torch
     core = engine.gpt.decoder.layers[layer].self_attention.core_attention
     q, k, v, theirs = (seen.tensors[f"layers.{layer}.{name}"] for name in ("q", "k", "v", "out"))
     scale, impl, bounds = engine.ops.shape.softmax_scale, engine.config.impl, [0, len(q)]
+    window = engine.model.sliding_window
     dout_THD = fixed_dout(engine, q)
-    exact = exact_gradients((q, k, v), dout_THD, scale=scale)
-    ours = attention.causal(q, k, v, bounds, scale=scale, impl=impl)
-    lse_HT = attention_fp64.causal(q, k, v, bounds, scale=scale, out_dtype=torch.float64)[1].float()
+    exact = exact_gradients((q, k, v), dout_THD, scale=scale, window=window)
+    ours = attention.causal(q, k, v, bounds, scale=scale, window=window, impl=impl)
+    lse_HT = attention_fp64.causal(q, k, v, bounds, scale=scale, window=window, out_dtype=torch.float64)[1].float()
 
     def pinned(out_THD: torch.Tensor, lse_HT: torch.Tensor) -> Sequence[torch.Tensor]:
-        grads = causal_backward(q, k, v, out_THD, lse_HT, dout_THD, bounds, scale=scale, impl=impl)
+        grads = causal_backward(q, k, v, out_THD, lse_HT, dout_THD, bounds, scale=scale, window=window, impl=impl)
         return grads.dq_THD, grads.dk_THD, grads.dv_THD
 
     sources: dict[str, Callable[[], Sequence[torch.Tensor]]] = {
@@ -127,16 +129,16 @@ def _native_gradients(engine: MegatronEngine, core: Any, qkv: Sequence[torch.Ten
     return tuple(g[:, 0] for g in found)
 
 
-def exact_gradients(qkv: Sequence[torch.Tensor], dout_THD: torch.Tensor, *, scale: float) -> tuple[torch.Tensor, ...]:
-    """dq, dk, dv in float64, unrounded, of causal softmax attention at `scale`: torch's own differentiation of the formula."""
+def exact_gradients(qkv: Sequence[torch.Tensor], dout_THD: torch.Tensor, *, scale: float, window: int | None) -> tuple[torch.Tensor, ...]:
+    """dq, dk, dv in float64, unrounded, of causal softmax attention at `scale`, in a window if there is one: torch's own differentiation of the formula."""
     leaves = [x.detach().double().requires_grad_() for x in qkv]
     q, k, v = leaves
     tokens, heads, _ = q.shape
     group = heads // k.shape[1]
     with torch.enable_grad():
         score_HTN = torch.einsum("thd,nhd->htn", q, k.repeat_interleave(group, dim=1)) * scale
-        later = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
-        weight_HTN = score_HTN.masked_fill(later, -torch.inf).softmax(-1)
+        seen = attention_policies.visible(tokens, tokens, window, q.device)
+        weight_HTN = score_HTN.masked_fill(~seen, -torch.inf).softmax(-1)
         out_THD = torch.einsum("htn,nhd->thd", weight_HTN, v.repeat_interleave(group, dim=1))
         return torch.autograd.grad(out_THD, leaves, dout_THD.double())
 
@@ -173,7 +175,7 @@ def backward_readings(engine: MegatronEngine) -> Fields:
     qkv = tuple(torch.randn(_TRIAL_ROWS, max(1, n // size), engine.model.head_dim, generator=generator).to(weight) for n in heads)
     core, dout_THD = engine.gpt.decoder.layers[0].self_attention.core_attention, fixed_dout(engine, qkv[0])
     runs = [_native_gradients(engine, core, qkv, dout_THD) for _ in range(REPEATS)]
-    exact = exact_gradients(qkv, dout_THD, scale=engine.ops.shape.softmax_scale)
+    exact = exact_gradients(qkv, dout_THD, scale=engine.ops.shape.softmax_scale, window=engine.model.sliding_window)
     repeats = all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
     fields: Fields = {}
     for name, grad, truth in zip(GRADIENTS, runs[0], exact, strict=True):

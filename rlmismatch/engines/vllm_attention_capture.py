@@ -48,4 +48,4 @@ def probe(live: LiveModel, config: SideConfig, seen: Seen) -> tuple[dict[str, to
     out = joined(seen.tensors, live.tp, kv_copies=live.kv_copies)
     scale = float(seen.tensors["layers.0.q"].shape[-1] ** -0.5)
     tried, notes = try_candidates(config, seen, rank=live.tp.rank, scale=scale)
-    return {**out, **tried}, notes
+    return {**out, **tried, "window": torch.tensor(live.window or 0)}, notes
