@@ -130,7 +130,7 @@ def _native_gradients(engine: MegatronEngine, core: Any, qkv: Sequence[torch.Ten
 
 
 def exact_gradients(qkv: Sequence[torch.Tensor], dout_THD: torch.Tensor, *, scale: float, window: int | None) -> tuple[torch.Tensor, ...]:
-    """dq, dk, dv in float64, unrounded, of causal softmax attention at `scale`, in a window if there is one: torch's own differentiation of the formula."""
+    """dq, dk, dv in float64, unrounded, of causal softmax attention, in a window if there is one: torch differentiates the formula."""
     leaves = [x.detach().double().requires_grad_() for x in qkv]
     q, k, v = leaves
     tokens, heads, _ = q.shape
