@@ -26,7 +26,6 @@ _load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 _ROWS = 128  # of a program: heads of a group times tokens
-_TURNS = False
 _STAGES = 2  # tiles of K and of V in shared memory
 
 
@@ -83,10 +82,10 @@ def _masked(
 
 @gluon.jit
 def _consume(
-    half, q_ptr, out_ptr, lse_ptr, sink_ptr, q_smem, k_smem, v_smem, parked, k_full, k_empty, v_full, v_empty, turns,
+    half, q_ptr, out_ptr, lse_ptr, sink_ptr, q_smem, k_smem, v_smem, parked, k_full, k_empty, v_full, v_empty,
     first_row, rows, first_position, kv_row, first_tile, tiles, kv_end, kv_head, tokens, stride_qt, stride_qh, to_log2, window,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, TILE: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
-    WINDOWED: gl.constexpr, SINKS: gl.constexpr, TURNS: gl.constexpr,
+    WINDOWED: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """64 rows of the query block: one warp group."""
     dtype: gl.constexpr = k_smem.dtype
@@ -132,13 +131,9 @@ def _consume(
         slot = j % STAGES
         before = (j - 1) % STAGES
         mbarrier.wait(k_full.index(slot), (j // STAGES) & 1)
-        if TURNS:
-            mbarrier.wait(turns.index(half), ((j - 1) & 1) ^ (1 - half))
         score_later = warpgroup_mma(q_half, k_smem.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(before), ((j - 1) // STAGES) & 1)
         acc_later = warpgroup_mma(w, v_smem.index(before), acc, is_async=True)
-        if TURNS:
-            mbarrier.arrive(turns.index(1 - half), count=1)
         score = warpgroup_mma_wait(1, deps=[score_later])
         _barrier()
         mbarrier.arrive(k_empty.index(slot), count=1)
@@ -185,7 +180,7 @@ def _consume(
 def _attention_hopper_kernel(
     q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, segment_ptr, tokens, stride_qt, stride_qh, head_columns, to_log2, window,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, TILE: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
-    WINDOWED: gl.constexpr, SINKS: gl.constexpr, TURNS: gl.constexpr,
+    WINDOWED: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """Order: that of `_attention_kernel`. Two warp groups of 64 rows each and one that loads; programs (query block, KV head, segment)."""
     first_row, rows, first_position, kv_row, start, end, kv_end = _geometry(segment_ptr, window, 128 // GROUP, WINDOWED)
@@ -204,9 +199,6 @@ def _attention_hopper_kernel(
         k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(turns.index(0), count=1)
-        mbarrier.init(turns.index(1), count=1)
         for i in gl.static_range(STAGES):
             mbarrier.init(k_full.index(i), count=1)
             mbarrier.init(k_empty.index(i), count=2)
@@ -216,13 +208,13 @@ def _attention_hopper_kernel(
         row = kv_row + first_tile * TILE
         gl.warp_specialize([
             (_consume, (0, q_ptr, out_ptr, lse_ptr, sink_ptr, q_smem, k_smem, v_smem, parked, k_full, k_empty, v_full, v_empty,
-            turns, first_row, rows, first_position, kv_row, first_tile, tiles, kv_end, kv_head, tokens, stride_qt, stride_qh, to_log2,
+            first_row, rows, first_position, kv_row, first_tile, tiles, kv_end, kv_head, tokens, stride_qt, stride_qh, to_log2,
             window,
-            HEADS, GROUP, HEAD_DIM, TILE, SPLIT, STAGES, WINDOWED, SINKS, TURNS)),
+            HEADS, GROUP, HEAD_DIM, TILE, SPLIT, STAGES, WINDOWED, SINKS)),
             (_consume, (1, q_ptr, out_ptr, lse_ptr, sink_ptr, q_smem, k_smem, v_smem, parked, k_full, k_empty, v_full, v_empty,
-            turns, first_row, rows, first_position, kv_row, first_tile, tiles, kv_end, kv_head, tokens, stride_qt, stride_qh, to_log2,
+            first_row, rows, first_position, kv_row, first_tile, tiles, kv_end, kv_head, tokens, stride_qt, stride_qh, to_log2,
             window,
-            HEADS, GROUP, HEAD_DIM, TILE, SPLIT, STAGES, WINDOWED, SINKS, TURNS)),
+            HEADS, GROUP, HEAD_DIM, TILE, SPLIT, STAGES, WINDOWED, SINKS)),
             (_produce, (k_desc, v_desc, k_smem, v_smem, k_full, k_empty, v_full, v_empty, row, kv_head * head_columns, tiles,
                         TILE, STAGES)),
         ], [4, 1], [240, 24])  # fmt: skip
@@ -277,7 +269,6 @@ def dense(
         STAGES=_STAGES,
         WINDOWED=scores.window is not None,
         SINKS=sinks_H is not None,
-        TURNS=_TURNS,
         num_warps=4,
         maxnreg=168,  # of twelve warps; the two groups that compute take 240 each from the one that loads
         enable_fp_fusion=False,
