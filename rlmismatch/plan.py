@@ -248,7 +248,7 @@ class Run:
         if not windowed and (s.command == "attention" or any(a.family == "attention" for p in planted for a in axes.axes_of_plant(p))):
             probes.append(Arm(id=ATTENTION, pins=every - {"attention"} | base, probe="attention", paths=("prefill",)))
         gemm = s.command == "gemm" or any(a.family == "gemm" for p in planted for a in axes.axes_of_plant(p))
-        if (gemm or Evidence(self.folder).promised) and not compiled(s):  # compiled code calls no product by itself
+        if gemm or Evidence(self.folder).promised:
             probes.append(Arm(id=GEMM, pins=base, probe="gemm", paths=("prefill",)))
         if s.attribute:
             probes.append(Arm(id=BOUNDARY, pins=every, probe="boundary", paths=("prefill",)))
