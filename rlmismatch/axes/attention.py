@@ -269,6 +269,7 @@ ATTENTION: Final[tuple[Axis, ...]] = (
         trap='applies only where a merge consumes it; otherwise "not applicable", which is not "unknown"',
         hint="export the attention LSE in natural log as [head, token] where a merge consumes it",
         plants=(Plant(id="lse_base2", verdict="contract", what="one side's LSE is in base 2"),),
+        built="contract_only",
     ),
     Axis(
         id="attention.merge_order",

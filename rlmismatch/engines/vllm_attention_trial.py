@@ -15,7 +15,8 @@ from typing import Any, Final
 import torch
 
 from rlmismatch.checkpoint import Checkpoint
-from rlmismatch.engines import attention_probe, head_canary, rope_probe, vllm_kernel_calls
+from rlmismatch.engines import attention_lse, attention_probe, head_canary, rope_probe, vllm_kernel_calls
+from rlmismatch.engines.attention_lse import LseFound
 from rlmismatch.engines.attention_probe import Inputs, Operator, Setup
 from rlmismatch.engines.rope_probe import Rotation
 from rlmismatch.engines.vllm_scoring import Scorer
@@ -23,6 +24,7 @@ from rlmismatch.pins.hooks import Patch, installed
 from rlmismatch.pins.vllm_live import LiveModel
 
 _DECODE: Final = 2  # steps of one token behind a trial's prefill
+_EXPORTS_LSE: Final = "flash_attn_varlen_func"
 _FACTS: Final = ("fa_version", "num_splits", "causal", "window_size", "sliding_window", "softcap", "softmax_scale", "scale")
 
 
@@ -42,6 +44,7 @@ class AttentionTrial:
     kv_splits: str | None
     rotation: Rotation
     positions_passed: list[int]  # what the engine handed to its rotary embedding, prefill and decode steps in one row
+    lse: LseFound | None  # None: the kernel exports none
     heads: tuple[list[int] | None, ...]  # of q, k, v
 
 
@@ -51,6 +54,7 @@ class _Record:
 
     rows: list[list[torch.Tensor]]
     kernels: dict[str, list[str]] = field(default_factory=dict)
+    lse: torch.Tensor | None = None  # of the first prefill call, where its kernel exports one
 
 
 def ask(live: LiveModel, scorer: Scorer, checkpoint: Checkpoint, *, window: int, longest: int, scale: float) -> AttentionTrial:
@@ -76,6 +80,7 @@ def ask(live: LiveModel, scorer: Scorer, checkpoint: Checkpoint, *, window: int,
         with _given(live, given[setup]) as record:
             scorer.request([head_canary.TOKEN] * prompts[setup], new_tokens=_DECODE + 1)
         outs[setup] = [torch.cat(rows) for rows in record.rows]
+        lse = record.lse
         kernels = kernels or record.kernels
     read = {
         phase: tuple(
@@ -100,8 +105,15 @@ def ask(live: LiveModel, scorer: Scorer, checkpoint: Checkpoint, *, window: int,
         kv_splits=_kv_splits(kernels),
         rotation=rotation(live),
         positions_passed=positions,
+        # Of the set-up scores, the last one: its scores are unlike each other.
+        lse=None if lse is None else attention_lse.diagnose(lse, _exact_lse(given["scores"], first.impl.scale)),
         heads=heads,
     )
+
+
+def _exact_lse(inputs: Inputs, scale: float) -> torch.Tensor:
+    prefill = slice(0, inputs.prompt)
+    return attention_lse.exact(inputs.q_THD[prefill], inputs.k_THD[prefill], float(scale))
 
 
 def _rows(phase: str, prompt: int) -> slice:
@@ -173,7 +185,7 @@ def _given(live: LiveModel, inputs: Inputs) -> Iterator[_Record]:
     patches: list[Patch] = []
     for i, attn in enumerate(layer.self_attn.attn for layer in live.layers):
         patches += _substituted(attn.impl, inputs, record.rows[i])
-    with installed([*patches, *vllm_kernel_calls.hooks(live.layers[0].self_attn.attn.impl, _noted(record.kernels, inputs.prompt))]):
+    with installed([*patches, *vllm_kernel_calls.hooks(live.layers[0].self_attn.attn.impl, _noted(record, inputs.prompt))]):
         yield record
 
 
@@ -210,15 +222,18 @@ def _substituted(impl: Any, inputs: Inputs, rows: list[torch.Tensor]) -> list[Pa
     return hooks
 
 
-def _noted(kernels: dict[str, list[str]], prompt: int) -> Callable[[str, dict[str, Any]], None]:
-    """Notes each kind of kernel call once a phase: every layer of a step makes it."""
+def _noted(record: _Record, prompt: int) -> vllm_kernel_calls.Called:
+    """Notes each kind of kernel call once a phase, as every layer of a step makes it, and once asks for the LSE beside the output."""
+    kernels = record.kernels
 
-    def called(name: str, kwargs: dict[str, Any]) -> None:
+    def called(name: str, kwargs: dict[str, Any], native: Callable[..., Any]) -> None:
         query = kwargs.get("q", kwargs.get("query"))
         phase = "prefill" if query is None or len(query) >= prompt else "decode"
         text = f"{name}({', '.join(f'{k}={_word(kwargs[k])}' for k in _FACTS if k in kwargs)})"
         if text not in kernels.setdefault(phase, []):
             kernels[phase].append(text)
+        if name == _EXPORTS_LSE and phase == "prefill" and record.lse is None:
+            _, record.lse = native(**{**kwargs, "out": torch.empty_like(kwargs["out"]), "return_softmax_lse": True})
 
     return called
 

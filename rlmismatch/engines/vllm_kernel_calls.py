@@ -14,15 +14,18 @@ from rlmismatch.pins.vllm_live import LiveModel
 _KERNELS: Final = ("flash_attn_varlen_func", "unified_attention", "cpu_attention_with_kv_cache")
 
 
-def hooks(impl: Any, called: Callable[[str, dict[str, Any]], None]) -> list[Patch]:
-    """Hooks that tell `called` the name and the keyword arguments of every kernel call of `impl`'s module; they change nothing."""
+Called = Callable[[str, dict[str, Any], Callable[..., Any]], None]
+
+
+def hooks(impl: Any, called: Called) -> list[Patch]:
+    """Hooks that tell `called` name, keyword arguments and function of every kernel call of `impl`'s module; they change nothing."""
     module = importlib.import_module(type(impl).__module__)
     places = [module, *(x for x in (getattr(module, "ops", None),) if x is not None)]
 
     def hook(place: Any, name: str) -> Patch:
         def make(native: Callable[..., Any]) -> Callable[..., Any]:
             def kernel(*args: Any, **kwargs: Any) -> Any:
-                called(name, kwargs)
+                called(name, kwargs, native)
                 return native(*args, **kwargs)
 
             return kernel

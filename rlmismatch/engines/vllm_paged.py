@@ -101,7 +101,7 @@ def _hooks(attn: Any, seen: _Seen) -> list[Patch]:
 
         return do_kv_cache_update
 
-    def called(name: str, kwargs: dict[str, Any]) -> None:
+    def called(name: str, kwargs: dict[str, Any], _: Callable[..., Any]) -> None:
         if kwargs.get("block_table") is not None:
             seen.tables.append(kwargs["block_table"].clone())
 

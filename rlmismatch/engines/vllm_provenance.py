@@ -60,6 +60,7 @@ def provenance(site: Site) -> dict[str, Any]:
         "norm_method": forward_method(layer.input_layernorm),
         "gemm": gemm_library(site),
         "attention_kernels": site.trial.kernels,
+        "attention_lse": None if site.trial.lse is None else site.trial.lse.to_json(),
         "attention_backends": sorted(attention_backends(site)),
         "communicator": None if communicator is None else type(communicator).__name__,
         "all_reduces": site.collectives.all_reduces(),

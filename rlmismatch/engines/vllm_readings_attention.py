@@ -37,13 +37,20 @@ def attention_readings(site: Site) -> dict[str, Fields]:
         "attention.rope": rope,
         "attention.layout": _attention_layout(site),
         "attention.paged_kv": _paged_kv(site),
-        "attention.lse": fill("lse_export lse_domain lse_base lse_shape masked_row", not_applicable("CP1: no merge consumes an LSE")),
+        "attention.lse": fill("lse_export lse_domain lse_base lse_shape masked_row", not_applicable(_no_merge(site))),
         "attention.merge_order": fill(
             "global_block_index acc_dtype merge_order cp_partition cp_comm_type split_kv_policy engine", not_applicable("CP1, one split")
         ),
         "attention.precision": attention_knobs.held_precision(site.config, _attention_precision(site)),
         "attention.backend_reuse": attention_knobs.capability_readings(site.config, site.live.inv_freq.device),
     }
+
+
+def _no_merge(site: Site) -> str:
+    """Why no LSE convention of the rollout's can matter: one pass over the keys, or a fold that stays inside the kernel."""
+    found = site.trial.lse
+    exported = "exports none" if found is None else f"exports one in base {found.base}, {found.shape}"
+    return f"CP1: no merge consumes an LSE (the kernel {exported})"
 
 
 def _attention_provenance(site: Site, rope: Fields) -> Fields:

@@ -96,7 +96,6 @@ def test_built_as_promised() -> None:
         "gemm.dgrad_reduce",
         "gemm.wgrad_accumulate",
         "rollout.all_reduce_backend",
-        "attention.lse",
         "attention.merge_order",
         "attention.backend_reuse",
         "attention.backward",
