@@ -91,7 +91,7 @@ def _rope(book: ScoreBook) -> Iterator[MeasureRow]:
                     what=f"{name[0].upper()} after RoPE, share of elements more than 1 ULP from the reference",
                     value=100.0 * beyond / count,
                     unit="%",
-                    note=f"largest {max(e.ulp_max for e in errors):.0f} ULP, {sum(e.unequal for e in errors)} of {count} not as pinned",
+                    note=f"largest {max(e.ulp_max for e in errors):.0f} ULP, where two terms cancel; {sum(e.unequal for e in errors)} of {count} not as pinned",
                 )
 
 
