@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from rlmismatch.pins.hooks import OpSwitch, Patch, Probe, Recorder, installed
+from rlmismatch.pins.hooks import OpSwitch, Patch, Probe, Recorder, installed, ulp_distance
 
 Forward = Callable[..., Any]
 
@@ -242,3 +242,14 @@ def test_merges_over_ranks(tmp_path: Path) -> None:
     assert {name: tuple(x.shape) for name, x in joined.items()} == {"whole": (4, 2), "columns": (4, 3), "rows": (4, 2)}
     assert joined["columns"][0].tolist() == [0.0, 1.0, 1.0]
     assert joined_1 == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_ulps_count_representable_values_across_zero(dtype: torch.dtype) -> None:
+    one = torch.ones(1, dtype=dtype)
+    above = torch.nextafter(one.float(), torch.tensor([2.0])) if dtype is torch.float32 else one + torch.finfo(dtype).eps
+    tiny = torch.tensor([torch.finfo(dtype).smallest_normal], dtype=dtype)
+    assert int(ulp_distance(one, one)) == 0
+    assert int(ulp_distance(one, above.to(dtype))) == 1
+    assert int(ulp_distance(torch.tensor([0.0], dtype=dtype), torch.tensor([-0.0], dtype=dtype))) == 0
+    assert int(ulp_distance(tiny, -tiny)) == 2 * int(ulp_distance(tiny, torch.zeros(1, dtype=dtype)))
