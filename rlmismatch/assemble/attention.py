@@ -82,7 +82,7 @@ def _rope(book: ScoreBook) -> Iterator[MeasureRow]:
         arm = book.arms[side].get(LOCAL)
         for name in ("q_rope", "k_rope"):
             errors = [e for e in arm.local if e.boundary.endswith(name)] if arm else []
-            count = sum(e.count for e in errors)
+            count, unequal = sum(e.count for e in errors), sum(e.unequal for e in errors)
             if count:
                 beyond = sum(e.beyond_one_ulp for e in errors)
                 yield MeasureRow(
@@ -91,7 +91,7 @@ def _rope(book: ScoreBook) -> Iterator[MeasureRow]:
                     what=f"{name[0].upper()} after RoPE, share of elements more than 1 ULP from the reference",
                     value=100.0 * beyond / count,
                     unit="%",
-                    note=f"largest {max(e.ulp_max for e in errors):.0f} ULP, where two terms cancel; {sum(e.unequal for e in errors)} of {count} not as pinned",
+                    note=f"largest {max(e.ulp_max for e in errors):.0f} ULP, where two terms cancel; {unequal} of {count} not as pinned",
                 )
 
 

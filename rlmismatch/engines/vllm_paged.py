@@ -7,6 +7,7 @@ row by row and bit for bit. Shapes: T tokens of one request, B tokens a page, Hk
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,7 +33,8 @@ class CacheTrial:
 
     order: ``ascending``, what else it is, or None where it cannot be read, and `why`. survived: tokens that a request read from the
     cache behind a weight update without a reset; after_reset: the same behind what this tool does at an update. stale_pages: pages
-    among those that hold other K and V than the loaded weights write. pages: the physical pages of the trial's request, in order.
+    among those that hold other K and V than the loaded weights write. pages: the physical pages of the trial's request,
+    in order; shuffled: those of the same request where pages are handed out in another order.
     """
 
     order: str | None
@@ -41,6 +43,7 @@ class CacheTrial:
     after_reset: int = 0
     stale_pages: int = 0
     pages: tuple[int, ...] = ()
+    shuffled: tuple[int, ...] = ()
     digest: str = ""  # of K and V of the first layer in logical order
 
 
@@ -58,7 +61,7 @@ def ask(live: LiveModel, scorer: Scorer, *, longest: int, caching: bool) -> Cach
     size = scorer.block_size
     tokens = min((_PAGES - 1) * size + 3, longest - 1)
     if tokens < size + 2:
-        return CacheTrial(order=None, why=f"no sequence of at most {longest} tokens fills a page of {size} and needs another")
+        return CacheTrial(order="ascending", why=f"a page of {size} holds every sequence of at most {longest} tokens")
     ids = [1 + i % 7 for i in range(tokens)]
     attn = live.layers[0].self_attn.attn
     cache = PagedCache()
@@ -67,14 +70,22 @@ def ask(live: LiveModel, scorer: Scorer, *, longest: int, caching: bool) -> Cach
             k, v, pages, seen = _read_back(attn, cache, scorer, ids)
         except EnvironmentUnfitError as error:
             return CacheTrial(order=None, why=error.what)
-        written_k, written_v = (torch.cat([w[i] for w in seen.written])[: len(k)] for i in (0, 1))
-        order = _order((k, v), (written_k, written_v), pages, size)
-        found = CacheTrial(order=order, pages=pages, digest=_digest(written_k, written_v))
+        fresh = tuple(torch.cat([w[i] for w in seen.written])[: len(k)] for i in (0, 1))
+        order = _order((k, v), fresh, pages, size)
+        with scorer.pages_shuffled():
+            k, v, shuffled, _ = _read_back(attn, cache, scorer, ids)
+        elsewhere = _order((k, v), fresh, shuffled, size)
+        found = CacheTrial(
+            order=order if order == elsewhere else f"{order}, on shuffled pages {elsewhere}",
+            pages=pages,
+            shuffled=shuffled,
+            digest=_digest(*fresh),
+        )
         if not caching:
             return found
-        survived, _ = _after_update(live, attn, cache, scorer, ids, (written_k, written_v), reset=False)
-        after, stale = _after_update(live, attn, cache, scorer, ids, (written_k, written_v), reset=scorer.older_weights is None)
-    return CacheTrial(order=order, survived=survived, after_reset=after, stale_pages=stale, pages=pages, digest=found.digest)
+        survived, _ = _after_update(live, attn, cache, scorer, ids, fresh, reset=False)
+        after, stale = _after_update(live, attn, cache, scorer, ids, fresh, reset=scorer.older_weights is None)
+    return dataclasses.replace(found, survived=survived, after_reset=after, stale_pages=stale)
 
 
 def _read_back(attn: Any, cache: PagedCache, scorer: Scorer, ids: list[int], **request: Any) -> tuple[Any, ...]:

@@ -154,14 +154,15 @@ def _paged_kv(site: Site) -> Fields:
     positions = rope_probe.rotation_fields(site.trial.rotation, site.trial.positions_passed, "trial: positions of prefill and decode steps")
     written = "the older weights" if cache.stale_pages else "as loaded"
     return {
-        "logical_token_order": read(cache.order, source) if cache.order else unknown(f"{source}: {cache.why}"),
+        "logical_token_order": read(cache.order, cache.why or source) if cache.order else unknown(f"{source}: {cache.why}"),
         "cache_identity": _cache_identity(site),
         "position_ids": positions["position_ids"],
         "weight_version": read(written, f"trial: {_pages(cache)} that outlived a weight update, against what the loaded weights write"),
         "kv_dtype": read(dtype_name(site.attention.attn.kv_cache), "attn.kv_cache.dtype"),
         "paged_kv_policy": read(type(site.scheduler.kv_cache_manager).__name__, "type(scheduler.kv_cache_manager)"),
         "page_table": read(
-            list(cache.pages), f"pages of the trial's request, of {int(site.runner.kv_cache_config.num_blocks)} in the cache"
+            {"as handed out": list(cache.pages), "shuffled": list(cache.shuffled), "sha256 in logical order": cache.digest},
+            f"pages of the trial's request; the cache has {site.runner.kv_cache_config.num_blocks}",
         ),
         "block_size": read(block_size(site), "kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size"),
         "prefix_cache_hits": read(

@@ -54,7 +54,7 @@ class Scorer:
         self.reset_cache()
         form, _, how = path.partition("_")
         try:
-            with self._pages_shuffled() if how == "shuffled" else contextlib.nullcontext():
+            with self.pages_shuffled() if how == "shuffled" else contextlib.nullcontext():
                 if form == "decode":
                     scores = self._decode(sequences, path, hit=how == "hit")
                 elif form == "paged":
@@ -189,7 +189,7 @@ class Scorer:
         return out
 
     @contextlib.contextmanager
-    def _pages_shuffled(self) -> Iterator[None]:
+    def pages_shuffled(self) -> Iterator[None]:
         """Free pages are handed out in another order than ascending; afterwards in the order they were in."""
         queue = self.scheduler.kv_cache_manager.block_pool.free_block_queue
         before = queue.get_all_free_blocks()

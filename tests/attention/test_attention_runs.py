@@ -79,6 +79,10 @@ def test_every_axis_has_its_row_and_nothing_moves_with_forms_and_pages(name: str
     assert done.ratio("trainer/prefill")["unequal"] > 0  # the other operations are native
     pages = of(done, "measures", axis="attention.paged_kv")
     assert [m["value"] for m in pages if m["limit"] == 0.0] == [0.0] * 3
+    (table,) = of(done, "contract", axis="attention.paged_kv", field="page_table")
+    plain, shuffled = table["rollout"]["value"]["as handed out"], table["rollout"]["value"]["shuffled"]
+    assert plain == sorted(plain) != shuffled
+    assert shuffled != sorted(shuffled)
     (survived,) = [m for m in pages if m["unit"] == "tokens"]
     assert survived["value"] == 64  # vLLM keeps a prefix over a weight update, until it is told to reset
     assert {m["value"] for m in of(done, "measures", axis="attention.layout")} == {0.0}
