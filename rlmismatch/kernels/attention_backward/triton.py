@@ -117,7 +117,7 @@ def _query_tile(group: int, dtype: torch.dtype, head_dim: int) -> tuple[int, int
         return max(64, smallest), 64, 4, 1
     if dtype.itemsize == 4:
         return smallest, 32, 4, 1
-    return (max(128, smallest), 64, 8, 2) if head_dim <= 128 else (max(64, smallest), 64, 8, 1)
+    return (max(128, smallest), 64, 8, 3) if head_dim <= 128 else (max(64, smallest), 64, 8, 1)
 
 
 @triton.jit(do_not_specialize=("tokens",))
