@@ -352,19 +352,24 @@ class VllmEngine:
     def _cache_trial(self) -> CacheTrial:
         """What the live KV cache was found to hold, once a load. Collective."""
         caching = bool(self._scorer.scheduler.kv_cache_manager.enable_caching)
-        return vllm_paged.ask(self._live, self._scorer, longest=self._max_length, caching=caching)
+        with self._uncaptured():
+            return vllm_paged.ask(self._live, self._scorer, longest=self._max_length, caching=caching)
 
     @functools.cached_property
     def _trial(self) -> AttentionTrial:
         """What the live attention was found to do, once a load: plants are in by then. Collective."""
-        return vllm_attention_trial.ask(
-            self._live,
-            self._scorer,
-            self._checkpoint,
-            window=max(vllm_readings_attention.window(layer.self_attn.attn.impl.sliding_window) for layer in self._live.layers),
-            longest=self._max_length,
-            scale=self._checkpoint.config.head_dim**-0.5,
-        )
+        with self._uncaptured():
+            return vllm_attention_trial.ask(
+                self._live,
+                self._scorer,
+                self._checkpoint,
+                window=max(vllm_readings_attention.window(layer.self_attn.attn.impl.sliding_window) for layer in self._live.layers),
+                longest=self._max_length,
+                scale=self._checkpoint.config.head_dim**-0.5,
+            )
+
+    def _uncaptured(self) -> contextlib.AbstractContextManager[None]:
+        return vllm_compile.uncaptured(self._live.model.model, self._worker.model_runner)
 
 
 def _all_reduce(x: torch.Tensor) -> torch.Tensor:

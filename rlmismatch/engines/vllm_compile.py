@@ -44,6 +44,23 @@ def outcomes(config: SideConfig) -> dict[str, Outcome]:
     return {KNOB: unsupported(asked, mode, "CPUs capture no graphs" if asked == "graph" else f"one of: {', '.join(get_args(Mode))}")}
 
 
+@contextlib.contextmanager
+def uncaptured(model: Any, runner: Any) -> Iterator[None]:
+    """While it lasts the model's own Python runs, so that a trial sees what it hands to its operators.
+
+    They are the kernels that a graph replays, but for the ops that vLLM chooses by mode. Of an eager engine it changes nothing.
+    """
+    flags = [(vars(model), "do_not_compile", True), (vars(getattr(runner, "cudagraph_dispatcher", model)), "keys_initialized", False)]
+    present = [(space, name, space[name], value) for space, name, value in flags if name in space]
+    for space, name, _, value in present:
+        space[name] = value
+    try:
+        yield
+    finally:
+        for space, name, before, _ in present:
+            space[name] = before
+
+
 class PathCalls:
     """How often each pin ran, path by path."""
 
