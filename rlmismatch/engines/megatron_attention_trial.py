@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlmismatch.contract import Reading, read
+from rlmismatch.contract import Reading, read, unknown
 from rlmismatch.engines import attention_probe, head_canary, megatron_model, rope_probe
 from rlmismatch.engines.attention_probe import Inputs, Operator, Setup
 from rlmismatch.engines.rope_probe import Rotation
@@ -46,7 +46,9 @@ def segments(engine: MegatronEngine) -> Reading:
     """attention.layout:segment_boundaries: whether a sequence is scored alike alone and behind another one. Collective."""
     source = "trial: one sequence scored alone, and after another"
     first, second = (Sequence(id=name, prompt_ids=(1, 2), response_ids=ids) for name, ids in (("a", (2, 1, 1)), ("b", (1, 2))))
-    alone, behind = (engine.scores(batch)["b"] for batch in ([second], [first, second]))
+    alone, again, behind = (engine.scores(batch)["b"] for batch in ([second], [second], [first, second]))
+    if not torch.equal(alone, again):
+        return unknown(f"{source}: the trainer does not repeat itself")
     return read("per sequence" if torch.equal(alone, behind) else "none: a sequence sees the one before it", source)
 
 

@@ -342,6 +342,7 @@ def test_a_plant_shows_where_it_must_and_nowhere_else(runs: Runs, tp: int, plant
         "logprob.provenance:transform_chain",
         "logprob.transform_chain:temperature_applied",
         "logprob.transform_chain:logprobs_mode",
+        "attention.paged_kv:page_table",  # physical pages, which differ from one request to the next
         "logprob.provenance:actual_backend",  # told by the bits of what ran, which a fault in the log-softmax changes
     }
     assert changed - mirrors == ({key} if key else set())
