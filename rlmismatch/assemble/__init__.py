@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from rlmismatch import attribution, axes, verdict
-from rlmismatch.arms import NATIVE
+from rlmismatch.arms import COMPILE, NATIVE
 from rlmismatch.assemble import attention, attention_trainer, compilation, gemm, gradients, head, logprob, rows
 from rlmismatch.assemble.defects import defects, over_limit
 from rlmismatch.assemble.scores import ScoreBook
+from rlmismatch.axes.base import Axis
 from rlmismatch.checkpoint import combine_digests
 from rlmismatch.contract import Reading
 from rlmismatch.drift import Budget, OracleError, against_oracle, signatures
@@ -19,6 +20,7 @@ from rlmismatch.report.model import (
     Artifact,
     AttributionInfo,
     Header,
+    MeasureRow,
     OracleRow,
     PlantInForce,
     Player,
@@ -58,7 +60,9 @@ def report(folder: Path, *, budget: Sequence[str] = (), fail_on: str | None = No
     lines = () if void else limits.check(next((r.drift for r in ratios if r.name == "trainer/prefill"), None), oracle=errors)
     knobs = rows.knobs(evidence, book)
     gates = rows.gates(evidence)
-    measured = () if void else (*head.measures(evidence), *(row for family in _MEASURES for row in family(evidence, book)))
+    measured = (
+        () if void else _spoken_of((*head.measures(evidence), *(row for family in _MEASURES for row in family(evidence, book))), wanted)
+    )
     # An all-reduce that is wrong is the cause of every wrong sum and product behind it.
     summed = over_limit(m for m in measured if m.axis == gemm.BACKEND)
     other = over_limit(m for m in measured if m.axis != gemm.BACKEND)
@@ -112,6 +116,12 @@ def report(folder: Path, *, budget: Sequence[str] = (), fail_on: str | None = No
         reproduce=evidence.run["command_line"],
         notes=_notes(evidence, book),
     )
+
+
+def _spoken_of(measured: Iterable[MeasureRow], wanted: Sequence[Axis]) -> tuple[MeasureRow, ...]:
+    """The rows of the axes that this command speaks of, and any other one that is over its limit."""
+    names = {axis.id for axis in wanted}
+    return tuple(row for row in measured if row.axis in names or row.axis == COMPILE or not row.ok)
 
 
 def oracle_errors(evidence: Evidence, book: ScoreBook) -> dict[str, OracleError]:
