@@ -67,5 +67,5 @@ fixture-smollm2: setup ## write SmolLM2-135M-Instruct, with its tokenizer, into 
 
 .PHONY: clean
 clean: ## remove what runs, tests and fixtures left; keeps .venv
-	rm -rf runs demo build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache *.egg-info fixtures/*-qwen3 fixtures/*-llama fixtures/*-mistral fixtures/smollm2
+	rm -rf runs demo build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache *.egg-info fixtures/*-qwen3 fixtures/*-llama fixtures/*-kv4 fixtures/*-mistral fixtures/smollm2
 	find rlmismatch fixtures tests tools -name __pycache__ -prune -exec rm -rf {} +
