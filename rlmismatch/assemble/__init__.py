@@ -53,7 +53,11 @@ def report(folder: Path, *, budget: Sequence[str] = (), fail_on: str | None = No
     wanted = wanted_axes(evidence.settings)
     floors = () if void else rows.floors(evidence, book)
     closed = () if void else rows.closure(evidence, book)
-    controls = () if void else (*rows.controls(evidence, book, floors, closed), *gradients.controls(evidence, book))
+    controls = (
+        ()
+        if void
+        else (*rows.controls(evidence, book, floors, closed), *gradients.controls(evidence, book), *gemm.controls(evidence, book))
+    )
     ratios = rows.ratios(evidence, book, void=void)
     errors = {} if void else oracle_errors(evidence, book)
     limits = Budget.parse(*evidence.settings.budget)

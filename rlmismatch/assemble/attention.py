@@ -153,8 +153,10 @@ def _pages(evidence: Evidence, book: ScoreBook) -> Iterator[MeasureRow]:
 
 def _apart(axis: str, what: str, aligned: AlignedScores | None, limit: float | None = None) -> MeasureRow:
     """How far two score sets of the rollout lie apart, the largest; expected exactly zero."""
-    if aligned is None or aligned.invalid:
+    if aligned is None:
         return MeasureRow(axis=axis, side="rollout", what=what, value=None, note="not taken")
+    if aligned.invalid:  # taken, and no number: within no limit
+        return MeasureRow(axis=axis, side="rollout", what=what, value=math.nan, limit=limit, note=aligned.invalid[0].text)
     delta = abs(aligned.delta_N)
     return MeasureRow(
         axis=axis,

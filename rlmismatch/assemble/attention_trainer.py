@@ -14,6 +14,7 @@ import torch
 from rlmismatch import attention_policies
 from rlmismatch.arms import ATTENTION
 from rlmismatch.assemble.scores import ScoreBook
+from rlmismatch.assemble.worst import worst
 from rlmismatch.attention_policies import POLICIES, Operands
 from rlmismatch.contract import Reading
 from rlmismatch.engines.attention_candidates import FACTS
@@ -117,8 +118,7 @@ def _forced_splits(side: SideName, of_layer: Mapping[str, Operands]) -> Iterator
 
 def _max(so_far: float, error: torch.Tensor) -> float:
     """The larger of the two magnitudes, NaN if either is."""
-    found = float(error.abs().max()) if error.numel() else math.nan
-    return math.nan if math.isnan(found) or math.isnan(so_far) else max(so_far, found)
+    return worst((so_far, float(error.abs().max()) if error.numel() else math.nan))
 
 
 def precision(side: SideName, of_layer: Mapping[str, Operands]) -> Iterator[MeasureRow]:
@@ -181,7 +181,7 @@ def candidates(side: SideName, tensors: Mapping[str, torch.Tensor], installed: M
         if not any(candidate == name for candidate, _ in found):
             yield MeasureRow(axis=axis, side=side, what=name, value=None, note=version)
     for (name, form), shapes in found.items():
-        relative = max((f["mean_error"] / f["mean_size"] for f in shapes), key=lambda x: (math.isnan(x), x))
+        relative = worst(f["mean_error"] / f["mean_size"] for f in shapes)
         words = ["repeats itself" if all(f["repeats"] == 1.0 for f in shapes) else "does not repeat itself"]
         words += ["batch invariant" if all(f["batch_invariant"] == 1.0 for f in shapes) else "not batch invariant"]
         note = f"{', '.join(words)}; {len(shapes)} shapes; {installed.get(name, '')}"
@@ -202,8 +202,8 @@ def backward(tensors: Mapping[str, torch.Tensor], *, deterministic: bool = False
             found.setdefault((source, place.rsplit(".", 1)[-1]), []).append(tuple(facts.tolist()))
     limit = FP32_GRADIENT if dtype is torch.float32 else BF16_GRADIENT
     for (source, name), per_layer in found.items():
-        relative = max((mean / size for _, mean, size, _, _ in per_layer), key=lambda x: (math.isnan(x), x))
-        slope = max((abs(slope - 1.0) for *_, slope, _ in per_layer), key=lambda x: (math.isnan(x), x))
+        relative = worst(mean / size for _, mean, size, _, _ in per_layer)
+        slope = worst(abs(slope - 1.0) for *_, slope, _ in per_layer)
         repeats = all(facts[-1] == 1.0 for facts in per_layer)
         note = "three runs bit-equal" if repeats else "three runs differ: the backward adds in no fixed order"
         if deterministic:

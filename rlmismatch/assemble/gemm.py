@@ -15,10 +15,11 @@ import torch
 from rlmismatch.arms import GEMM
 from rlmismatch.assemble.defects import FLOAT32_SUM, LOCAL_ERROR_RATIO
 from rlmismatch.assemble.scores import ScoreBook
+from rlmismatch.assemble.worst import worst
 from rlmismatch.engines.gemm_facts import AloneFacts, ReplayFacts, SumFacts, unpacked
 from rlmismatch.engines.protocol import SideName
 from rlmismatch.evidence import Evidence
-from rlmismatch.report.model import CollectiveRow, MeasureRow, ReplayRow
+from rlmismatch.report.model import CollectiveRow, ControlRow, MeasureRow, ReplayRow
 from rlmismatch.report.numbers import number
 
 FULL: Final = "full"
@@ -94,8 +95,8 @@ def backends(book: ScoreBook) -> tuple[MeasureRow, ...]:
         out.append(_sum_row(BACKEND, "rollout", f"{name}, {rows} rows: error of the sum", f, ordered))
     if out:
         names = ", ".join(dict.fromkeys(name for name, _ in live | alone))
-        worst = max((row.value or 0.0 for row in out), key=lambda x: math.inf if math.isnan(x) else x)
-        out.insert(0, MeasureRow(axis=BACKEND, what="error of the worst all-reduce", value=worst, unit="", note=f"of {names}"))
+        error = worst(row.value or 0.0 for row in out)
+        out.insert(0, MeasureRow(axis=BACKEND, what="error of the worst all-reduce", value=error, unit="", note=f"of {names}"))
     return tuple(out)
 
 
@@ -117,16 +118,16 @@ def sums(book: ScoreBook) -> tuple[MeasureRow, ...]:
 
 def _order_and_dtype(order: Mapping[str, list[tuple[str, SumFacts]]], errors: Mapping[str, list[float]]) -> Iterator[MeasureRow]:
     for payload, ways in order.items():
-        name, worst = max(ways, key=lambda item: item[1].unequal / item[1].count)
+        name, most = max(ways, key=lambda item: item[1].unequal / item[1].count)
         yield MeasureRow(
             axis=_REDUCE,
             what=f"elements not as in rank order, {payload} payload",
-            value=100 * worst.unequal / worst.count,
+            value=100 * most.unequal / most.count,
             unit="%",
-            note=f"most in {name}; {worst.unequal_rounded:.0f} of {worst.count:.0f} after rounding to the model's dtype",
+            note=f"most in {name}; {most.unequal_rounded:.0f} of {most.count:.0f} after rounding to the model's dtype",
         )
     for payload, found in errors.items():
-        yield MeasureRow(axis=_REDUCE, what=f"error of the sum, {payload} payload", value=max(found), unit="")
+        yield MeasureRow(axis=_REDUCE, what=f"error of the sum, {payload} payload", value=worst(found), unit="")
 
 
 def _sum_row(axis: str, side: SideName, what: str, f: SumFacts, ordered: SumFacts) -> MeasureRow:
@@ -193,6 +194,19 @@ def broken_promises(evidence: Evidence, book: ScoreBook) -> tuple[BrokenPromise,
             text = f"{side}: {whole[0].unequal:.0f} of {whole[0].tokens:.0f} log-probs move when scored among fewer rows, though {promise}"
             out.append(BrokenPromise(axis="gemm.runtime_flags", text=text))
     return tuple(out)
+
+
+def controls(evidence: Evidence, book: ScoreBook) -> tuple[ControlRow, ...]:
+    """That each promise of batch invariance was put to the test: one that nothing was held against is not kept."""
+    rows = []
+    for side in evidence.promised:
+        tensors = _captured(book).get(side, {})
+        products = sum(int(f.count) for (_, m), f in unpacked(tensors, "replay", ReplayFacts).items() if m != FULL)
+        tokens = sum(int(f.tokens) for f in unpacked(tensors, "alone", AloneFacts).values())
+        got = f"{products} elements of products and {tokens} log-probs" if products and tokens else "not tried in this run"
+        name = f"{side}: the promise of batch invariance is tried"
+        rows.append(ControlRow(name=name, expected="rows alone and among others", got=got, ok=bool(products and tokens)))
+    return tuple(rows)
 
 
 def _share(total: float, scale: float) -> float | None:

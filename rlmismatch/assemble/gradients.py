@@ -7,16 +7,18 @@ Pure functions of the capture of the probe ``grads`` (engines/megatron_gradients
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 
 from rlmismatch.arms import ALL, GRADS, NATIVE, arm_id
 from rlmismatch.assemble.scores import ScoreBook
+from rlmismatch.assemble.worst import worst, worst_of
+from rlmismatch.attribution import shapley
 from rlmismatch.engines.protocol import ArmResult
 from rlmismatch.evidence import Evidence
 from rlmismatch.report.model import ControlRow, GradientInfo, GradientPlayer, GradientRow, MeasureRow
@@ -133,16 +135,8 @@ def shares(value: Mapping[frozenset[str], float], players: tuple[str, ...]) -> d
     whole = value[frozenset()] - value[frozenset(players)]
     if not whole > 0:
         return {}
-    out = {}
-    for player in players:
-        rest = [p for p in players if p != player]
-        total = 0.0
-        for size in range(len(rest) + 1):
-            weight = math.factorial(size) * math.factorial(len(rest) - size) / math.factorial(len(players))
-            for before in map(frozenset, itertools.combinations(rest, size)):
-                total += weight * (value[before] - value[before | {player}])
-        out[player] = total / whole
-    return out
+    found = shapley.exact(players, lambda pinned: np.asarray(value[pinned]))
+    return dict(zip(found.members, (found.value / whole).tolist(), strict=True))
 
 
 def info(evidence: Evidence, book: ScoreBook) -> GradientInfo | None:
@@ -196,8 +190,7 @@ CONSISTS: Final = "pinned backward: "
 
 def _players(found: Gradients) -> tuple[GradientPlayer, ...]:
     every = frozenset(found.players)
-    squares = {players: found.whole(players).relative ** 2 for players in found.sets}
-    share = shares(squares, found.players)
+    share = shares({players: found.whole(players).relative ** 2 for players in found.sets}, found.players)
     return tuple(
         GradientPlayer(
             player=player,
@@ -221,17 +214,17 @@ def numbers(book: ScoreBook) -> dict[str, AxisNumbers]:
     native_way = "fused" if any(k == "gemm.wgrad_accumulate" and v["actual"] == "fused" for k, v in found.result.knobs.items()) else ""
     taken = [v[5] for k, v in ways.items() if k.endswith(f"/{native_way or 'explicit_rounded'}")]
     local = {
-        "gemm.dgrad_reduce": max((float(v[7]) for v in sums.values()), default=None),
-        "gemm.wgrad_accumulate": max(map(float, taken), default=None),
+        "gemm.dgrad_reduce": worst(float(v[7]) for v in sums.values()) if sums else None,
+        "gemm.wgrad_accumulate": worst(map(float, taken)) if taken else None,
     }
     return {
         axis: AxisNumbers(
-            local=worst,
+            local=found_locally,
             alone=by_player[axis].alone if axis in by_player else None,
             last=by_player[axis].last if axis in by_player else None,
         )
-        for axis, worst in local.items()
-        if worst is not None
+        for axis, found_locally in local.items()
+        if found_locally is not None
     }
 
 
@@ -251,7 +244,7 @@ def _sums(found: Gradients, tp: int, dtype: str) -> Iterator[MeasureRow]:
         return
     axis = "gemm.dgrad_reduce"
     total = torch.stack(list(layers.values())).sum(dim=0)
-    worst = max(layers, key=lambda name: _relative(layers[name], 3, 4))
+    layer = worst_of(layers, lambda name: _relative(layers[name], 3, 4))
     unequal = f"of {int(total[0])} in {len(layers)} layers"
     for what, index in (("engine", 1), ("balanced tree", 2)):
         yield MeasureRow(
@@ -259,7 +252,7 @@ def _sums(found: Gradients, tp: int, dtype: str) -> Iterator[MeasureRow]:
         )
     limit = (tp - 1) * (_SENT_FLOAT32 if dtype == "float32" else _SENT_LOW)
     rows = (
-        ("engine", _relative(layers[worst], 3, 4), limit, f"worst layer, {worst}"),
+        ("engine", _relative(layers[layer], 3, 4), limit, f"worst layer, {layer}"),
         ("rank order", _relative(total, 3, 5), None, "all layers"),
         ("balanced tree", _relative(total, 3, 6), None, "all layers"),
     )
@@ -296,15 +289,16 @@ def _ways(found: Gradients, dtype: str) -> Iterator[MeasureRow]:
         by_way.setdefault(way, {})[layer] = values
     limits = {"fused": _FLOAT32_GEMM, "explicit_fp32": _FLOAT32_GEMM, "explicit_rounded": _ROUNDED_DW[dtype]}
     for way, layers in by_way.items():
-        worst = max(layers, key=lambda name: _relative(layers[name], 1, 2))
+        errors = {name: _relative(values, 1, 2) for name, values in layers.items()}
+        name = worst_of(errors, errors.__getitem__)
         yield MeasureRow(
             axis=axis,
             side="trainer",
             what=f"main_grad off float64: {_WAY_WORDS[way].format(dtype=_SHORT[dtype])}",
-            value=_relative(layers[worst], 1, 2),
+            value=errors[name],
             unit=_UNIT,
             limit=limits.get(way),
-            note=f"worst of {len(layers)} layers, {worst}; a first step of Adam moves by {_relative(layers[worst], 3, 4):.2g} of itself",
+            note=f"worst of {len(layers)} layers, {name}; a first step of Adam moves by {_relative(layers[name], 3, 4):.2g} of itself",
         )
     if "stays" in found.result.boundaries:
         low, wide = found.result.boundaries["stays"].tolist()

@@ -307,7 +307,7 @@ def controls(evidence: Evidence, book: ScoreBook, floor: Sequence[FloorRow], clo
     rows = [_floor_control(row, book) for row in floor]
     rows += [_return_control(side, book) for side in _SIDES]
     rows += [_pins_control(side, evidence, book) for side in _SIDES]
-    if not evidence.broken and not compiled(evidence.settings):
+    if not evidence.broken and not inert_pins(evidence, book):
         for row in closed:
             got = row.why or f"{row.unequal} of {row.tokens} differ"
             rows.append(ControlRow(name=f"closure: {row.name}", expected="all pinned: bit-equal", got=got, ok=row.ok))

@@ -55,6 +55,9 @@ def test_nan_is_within_no_limit() -> None:
     rows = gemm.backends(book(rollout=sums(all_reduce=dataclasses.replace(HONEST, error=math.nan))))
     assert rows[0].value != rows[0].value
     assert not any(r.ok for r in rows[1:])
+    late = sums(all_reduce=HONEST) | {"sum/all_reduce/bfloat16/83": packed(dataclasses.replace(HONEST, error=math.nan))}
+    (summary,) = (r for r in gemm.sums(book(trainer=late)) if r.what == "error of the sum, bfloat16 payload")
+    assert math.isnan(summary.value)
     zeros = dataclasses.replace(HONEST, scale=0.0)
     assert not any(r.ok for r in gemm.backends(book(rollout=sums(all_reduce=zeros)))[1:])
 
@@ -117,6 +120,16 @@ def test_an_engine_that_moves_as_a_whole_breaks_it_too() -> None:
     whole, row = gemm.alone(book(rollout=moved))
     assert (whole.value, whole.side, whole.note) == (3.0, "", "of 8")
     assert (row.value, row.unit, row.side, row.ok) == (3.0, "tokens", "rollout", True)
+
+
+def test_a_promise_that_nothing_was_held_against_is_no_pass() -> None:
+    given = promised(trainer="--batch-invariant on", rollout="read back")
+    tried = replays() | {"alone/forward": packed(AloneFacts(tokens=8, unequal=0, largest=0.0))}
+    kept, untried = gemm.controls(given, book(trainer=tried))
+    assert (kept.ok, untried.ok, untried.got) == (True, False, "not tried in this run")
+    only_full = {name: facts for name, facts in tried.items() if not name.endswith(("/1", "/64"))}
+    assert [c.ok for c in gemm.controls(given, book(trainer=only_full, rollout=replays()))] == [False, False]
+    assert gemm.controls(promised(), book()) == ()
 
 
 def test_collectives_of_steps_are_listed_and_those_of_trials_are_not() -> None:
