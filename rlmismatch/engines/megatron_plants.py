@@ -1,6 +1,7 @@
 """Known faults of the trainer, put in on purpose: each must be found, and named, by the rest of the tool.
 
 A plant acts on the native engine and stays in for as long as the engine lives. A pin that replaces the planted operation heals it.
+Those of the log-prob and of attention have files of their own; the others and the table of all stand here, a little over 400 lines.
 """
 
 from __future__ import annotations

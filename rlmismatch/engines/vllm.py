@@ -2,6 +2,7 @@
 
 vLLM's external launcher runs the whole engine (scheduler, runner, model) in the caller's process on every rank, so the live
 objects can be read and hooked. Works with the CPU build 0.32 and with 0.24 on CUDA; what differs between them is said where it does.
+One class, for its state is one live engine's, and so 400 lines; what it reads, probes and plants stands in the vllm_* files beside it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ Of what is not pinned Megatron's own autograd runs, and hooks on its tensors loo
 gradients do not depend on the tensor-parallel size while no key/value head is shared by ranks: sums over ranks are subtrees of one tree (or
 of what all ranks hold), and what is summed over tokens, rows or heads is gathered first.
 
-Shapes as in megatron.py. This is the local spec's.
+Shapes as in megatron.py. This is the local spec's. One file of more than 400 lines, because every hook reads the state of the one backward
+that is under way.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Every built plant on every side, and what its run must come to. Prints docs/controls.md:
 
 python -m tests.faults.matrix > docs/controls.md
+
+A table, one row a plant and side: long, and without logic.
 """
 
 from __future__ import annotations
