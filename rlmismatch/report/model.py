@@ -1,8 +1,8 @@
 """The one report: plain, frozen data with a JSON form. Renderers read nothing else, and nothing here is computed.
 
 Log-prob numbers are nats in float64. `None` means "not measured" and always has a word of why beside it; it never stands for zero.
-All of it is data, and one file, so that the JSON form can be read from top to bottom (a little over 400 lines). That form is documented key by
-key in docs/report-schema.md; `SCHEMA_VERSION` goes up when a key changes its meaning or goes away.
+All of it is data, and one file, so that the JSON form can be read from top to bottom (a little over 400 lines). That form is documented
+key by key in docs/report-schema.md; `SCHEMA_VERSION` goes up when a key changes its meaning or goes away.
 """
 
 from __future__ import annotations
