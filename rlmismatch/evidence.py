@@ -13,7 +13,6 @@ from typing import Any, Final
 from rlmismatch import axes, capture, contract, tokens
 from rlmismatch.arms import base_pins
 from rlmismatch.axes.base import Axis, Setup
-from rlmismatch.contract import Evidence as Known
 from rlmismatch.contract import FieldComparison, Reading, Tier, read, unknown
 from rlmismatch.engines.protocol import ArmResult, SideConfig, SideName
 from rlmismatch.errors import EnvironmentUnfitError
@@ -110,10 +109,10 @@ class Evidence:
 
     @property
     def _rollout_kv_splits(self) -> int | None:
-        """KV splits of the rollout's attention: 1 where it reads so, or says that nothing is split; None where it is not known."""
+        """KV splits of the rollout's attention: 1 where it reads so; None where it is another number, the kernel's choice, or not known."""
         rollout = self.side("rollout")
         reading = rollout.readings.get("attention.merge_order", {}).get("split_kv_policy", Reading()) if rollout else Reading()
-        return 1 if reading.evidence is Known.NOT_APPLICABLE or str(reading.value) == "1" else None
+        return 1 if str(reading.value) == "1" else None
 
     @functools.cached_property
     def comparisons(self) -> tuple[FieldComparison, ...]:

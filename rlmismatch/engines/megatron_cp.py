@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rlmismatch.checkpoint import ModelConfig
     from rlmismatch.engines.megatron import MegatronEngine
 
+_TE_SPLITS: Final = "the backend that Transformer Engine chose splits as it likes, and reports nothing"
 PINNED_ONLY: Final = (
     "context parallelism without Transformer Engine: Megatron-core has no attention for it, so attention is ours (the pin) in every arm"
 )
@@ -121,8 +122,10 @@ def partition_read(engine: MegatronEngine) -> Reading:
 def merge_readings(engine: MegatronEngine) -> Fields:
     """The fields of attention.merge_order: how the trainer's partial attention results become one. Collective."""
     if engine.cp.size == 1:
-        names = ("global_block_index", "acc_dtype", "merge_order", "cp_partition", "cp_comm_type", "split_kv_policy", "engine")
-        return fill(not_applicable("CP1, one split"), *names)
+        names = ("global_block_index", "acc_dtype", "merge_order", "cp_partition", "cp_comm_type", "engine")
+        local = engine.config.trainer_spec == "local"
+        splits = documented("1", "DotProductAttention: one softmax over all keys") if local else unknown(_TE_SPLITS)
+        return {**fill(not_applicable("CP1: nothing is merged across ranks"), *names), "split_kv_policy": splits}
     core = engine.gpt.decoder.layers[0].self_attention.core_attention
     partition = partition_read(engine)
     if engine.config.trainer_spec == "local":
@@ -145,7 +148,7 @@ def _te_merge_readings(core: Any, partition: Reading) -> Fields:
     out: Fields = {
         "cp_partition": partition,
         "cp_comm_type": read(travels, "core_attention.cp_comm_type"),
-        "split_kv_policy": unknown("the backend that Transformer Engine chose splits as it likes, and reports nothing"),
+        "split_kv_policy": unknown(_TE_SPLITS),
         "engine": read(type(core).__name__, "type(core_attention)"),
     }
     if travels != "p2p":

@@ -38,11 +38,21 @@ def attention_readings(site: Site) -> dict[str, Fields]:
         "attention.layout": _attention_layout(site),
         "attention.paged_kv": _paged_kv(site),
         "attention.lse": fill("lse_export lse_domain lse_base lse_shape masked_row", not_applicable(_no_merge(site))),
-        "attention.merge_order": fill(
-            "global_block_index acc_dtype merge_order cp_partition cp_comm_type split_kv_policy engine", not_applicable("CP1, one split")
-        ),
+        "attention.merge_order": _merges(site),
         "attention.precision": attention_knobs.held_precision(site.config, _attention_precision(site)),
         "attention.backend_reuse": attention_knobs.capability_readings(site.config, site.live.inv_freq.device),
+    }
+
+
+def _merges(site: Site) -> Fields:
+    """No rank holds a part of the keys. In how many splits the kernel itself goes through them it says, or chooses at every call."""
+    policy, source = site.trial.kv_splits, "trial: the calls of the attention kernel, and vLLM's switch for the CPU's plan"
+    return {
+        **fill(
+            "global_block_index acc_dtype merge_order cp_partition cp_comm_type engine",
+            not_applicable("CP1: nothing is merged across ranks; what a kernel splits by itself it merges inside"),
+        ),
+        "split_kv_policy": unknown(f"{source}: no number is given") if policy is None else read(policy, source),
     }
 
 

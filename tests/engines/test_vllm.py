@@ -300,6 +300,12 @@ def test_nothing_the_contract_compares_is_unknown(runs: Runs, tp: int) -> None:
     assert all(r.source for fields in runs[tp]["arms"]["readings"].values() for r in fields.values())
 
 
+@pytest.mark.parametrize("tp", TPS)
+def test_splits_that_the_kernel_chooses_are_not_called_one(runs: Runs, tp: int) -> None:
+    splits = runs[tp]["arms"]["readings"]["attention.merge_order"]["split_kv_policy"]
+    assert (splits.value, splits.evidence) == ("auto", Evidence.READ)
+
+
 def test_provenance_names_the_all_reduce_that_ran(runs: Runs) -> None:
     one, two = (runs[tp]["arms"]["provenance"] for tp in TPS)
     assert one["all_reduces"] == {}
