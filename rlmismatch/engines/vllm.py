@@ -35,6 +35,7 @@ from rlmismatch.engines import (
     vllm_gemm_probe,
     vllm_kernel_calls,
     vllm_knobs,
+    vllm_memory,
     vllm_paged,
     vllm_plants,
     vllm_plants_attention,
@@ -62,7 +63,6 @@ from rlmismatch.pins.vllm_live import LiveModel
 from rlmismatch.tokens import Prompt, Sequence
 
 _PAGE_MULTIPLE = {"cpu": 32, "cuda": 16}  # what CPU_ATTN and FLASH_ATTN take
-_KV_CACHE_BYTES = 2**30  # on the CPU; pages that no token reaches are never touched
 
 
 class VllmEngine:
@@ -282,18 +282,13 @@ class VllmEngine:
     def _start(self) -> Any:
         from vllm import LLM
 
-        config, model = self.config, self._checkpoint.config
-        length = self._max_length
+        config, length = self.config, self._max_length
         options: dict[str, Any] = {}
         if config.device == "cuda":
             options["gpu_memory_utilization"] = config.gpu_memory_fraction
             options["attention_config"] = {"backend": "FLASH_ATTN"}
             if gemm_knobs.all_reduce_backend(config) in gemm_knobs.CUDA_BACKENDS:
                 options["disable_custom_all_reduce"] = gemm_knobs.all_reduce_backend(config) != "custom"
-        else:
-            kv_heads = max(1, model.num_kv_heads // config.tp)
-            bytes_a_token = 2 * model.num_layers * kv_heads * model.head_dim * getattr(torch, config.dtype).itemsize
-            options["kv_cache_memory_bytes"] = max(_KV_CACHE_BYTES, 2 * length * bytes_a_token)
         if config.knobs.get("attention.prefix_cache") is not None:
             options["enable_prefix_caching"] = config.knobs["attention.prefix_cache"] == "on"
         if "backend_fell_back" in self._plants:
@@ -308,7 +303,10 @@ class VllmEngine:
             # A prefill is scored by its prompt log-probs, and vLLM always samples one token more.
             max_model_len=length + 1,
             max_num_batched_tokens=max(length + 1, 2048),
-            max_num_seqs=128,
+            max_num_seqs=vllm_memory.MAX_SEQUENCES,
+            kv_cache_memory_bytes=vllm_memory.kv_cache_bytes(
+                config, self._checkpoint.config, weights=self._checkpoint.num_bytes, length=length + 1, local_rank=self._local_rank
+            ),
             block_size=config.block_size,
             **vllm_compile.start_options(config),
             async_scheduling=False,
