@@ -44,7 +44,7 @@ from rlmismatch.arms import (
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.axes.base import Axis
 from rlmismatch.checkpoint.head import UnusedRows, unused_rows
-from rlmismatch.engines import gemm_knobs
+from rlmismatch.engines import attention_sinks, gemm_knobs
 from rlmismatch.engines.fleet import Fleet
 from rlmismatch.engines.launch import Controller
 from rlmismatch.engines.logprob_knobs import CHAIN_KNOBS
@@ -145,7 +145,7 @@ class Run:
             SideLaunch(config=rollout, python=s.rollout_python or sys.executable, env=self._environment(rollout, s.rollout_env)),
         ]
         if s.oracle != "off":
-            transforms = {k: v for k, v in engine_knobs(s, "oracle").items() if k in CHAIN_KNOBS}
+            transforms = {k: v for k, v in engine_knobs(s, "oracle").items() if k in CHAIN_KNOBS | {attention_sinks.KNOB}}
             judge = SideConfig(side="oracle", engine="oracle", dtype=s.dtype, oracle_dtype=s.oracle, knobs=transforms, **shared)
             out.append(SideLaunch(config=judge, python=s.trainer_python or sys.executable))
         return tuple(out)
@@ -243,9 +243,10 @@ class Run:
         planted = {split_plant(text)[0] for text in s.plant}
         if s.command == "logprob" or any(a.family == "logprob" for p in planted for a in axes.axes_of_plant(p)):
             probes.append(Arm(id=LOGITS, pins=every - {"head_gemm", "logprob"} | base, probe="logits", paths=("prefill",)))
-        # What that probe simulates is full causal attention.
-        windowed = self.inputs.checkpoint.config.sliding_window is not None
-        if not windowed and (s.command == "attention" or any(a.family == "attention" for p in planted for a in axes.axes_of_plant(p))):
+        # What that probe simulates is full causal attention without a sink.
+        sunk = any(attention_sinks.KNOB in s.knobs_of(name) for name in self._fleet.names)
+        other = sunk or self.inputs.checkpoint.config.sliding_window is not None
+        if not other and (s.command == "attention" or any(a.family == "attention" for p in planted for a in axes.axes_of_plant(p))):
             probes.append(Arm(id=ATTENTION, pins=every - {"attention"} | base, probe="attention", paths=("prefill",)))
         gemm = s.command == "gemm" or any(a.family == "gemm" for p in planted for a in axes.axes_of_plant(p))
         if gemm or Evidence(self.folder).promised:

@@ -152,6 +152,7 @@ ATTENTION: Final[tuple[Axis, ...]] = (
             "rope_identity": ("attention.rope:theta", "attention.rope:scaling", "attention.rope:attention_factor"),
             "cache_identity": ("attention.paged_kv:cache_identity",),
         },
+        knobs={"attention.sink": ()},
         measure="the same side with a forced backend against auto",
         trap=(
             "actual must come from the function that ran, not from the request; a sliding window needs its inclusive or exclusive"
@@ -160,7 +161,7 @@ ATTENTION: Final[tuple[Axis, ...]] = (
         hint="give both engines the same mask, window, softmax scale, soft cap and sinks: they follow from the checkpoint's config.json",
         plants=(
             Plant(id="window_off_by_one", verdict="contract", what="the sliding window counts one token more on one side", built=True),
-            Plant(id="sink_dropped", verdict="contract", what="one side leaves the learned sink out of the denominator"),
+            Plant(id="sink_dropped", verdict="contract", what="one side leaves the learned sink out of the denominator", built=True),
             Plant(id="backend_fell_back", verdict="recorded", what="the backend that ran is not the one that was asked for", built=True),
             Plant(id="softmax_scale", verdict="contract", what="one side scales the scores by another factor", built=True),
         ),

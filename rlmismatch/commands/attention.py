@@ -24,6 +24,7 @@ KNOBS: Final[tuple[Knob, ...]] = (
     Knob("--merge-order", "native|global_block_index", "global_block_index: our fixed fold of KV blocks, in every arm.", side="both"),
     Knob("--accum-dtype", "fp32|bf16", "The pin's running sum, which then is in force in every arm; bf16 rounds it every 16 keys."),
     Knob("--downcast-at", "final_write|per_partial|per_block", "Where the pin casts its output; it then is in force in every arm."),
+    Knob("--sink", float, "A sink of this logit in every head's denominator, as no checkpoint of these models has one; 0 to 4."),
     Knob("--backend-candidate", "te|flash_attn|flashinfer|sdpa", "Backend whose capability both sides compare; all that run are measured."),
     Knob("--backward-backend", "native|triton", "Backward measured in the trainer: its own, or ours. Default: both.", side="trainer"),
 )

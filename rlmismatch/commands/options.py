@@ -290,6 +290,7 @@ def by_shared_names(ctx: click.Context, names: Sequence[OtherName], given: Mappi
 PLANT_NEEDS = {
     "soft_cap_missing": {"logprob.soft_cap": "10"},
     "cap_after_scale": {"logprob.soft_cap": "10", "logprob.logit_scale": "0.5"},
+    "sink_dropped": {"attention.sink": "1.0"},
     "auto_split_under_invariance_claim": {"attention.backend_candidate": "sdpa"},
 }
 # Axes whose plants break the backward alone: nothing shows them but gradients.

@@ -13,7 +13,7 @@ import torch
 
 from rlmismatch.attention_policies import PARTIAL, Policy
 from rlmismatch.contract import Reading, documented, not_applicable, read, unknown
-from rlmismatch.engines import attention_candidates
+from rlmismatch.engines import attention_candidates, attention_sinks
 from rlmismatch.engines.attention_candidates import Candidate
 from rlmismatch.engines.logprob_knobs import Outcome, applied, unsupported
 from rlmismatch.engines.protocol import SideConfig
@@ -50,6 +50,9 @@ def resolve(config: SideConfig) -> AttentionKnobs:
         policy = Policy(downcast="per_block", block=_BF16_BLOCK)
     elif out.get(DOWNCAST, {}).get("actual") in ("per_partial", "per_block"):
         policy = Policy(downcast=out[DOWNCAST]["actual"], block=PARTIAL)
+    sink = config.knobs.get(attention_sinks.KNOB)
+    if sink is not None:
+        out[attention_sinks.KNOB] = applied(sink, "in every layer; whether it has an effect is the field sinks")
     wanted = config.knobs.get(CANDIDATE)
     if wanted is not None:
         candidate = attention_candidates.find(str(wanted), torch.device(config.device))
@@ -64,7 +67,8 @@ def resolve(config: SideConfig) -> AttentionKnobs:
 
 
 def check(config: SideConfig, window: int | None) -> None:
-    """Refuse a precision that is simulated without a window for a model that has one."""
+    """Refuse a sink that has no place, and a precision that is simulated without a window for a model that has one."""
+    attention_sinks.check(config)
     if window is not None and resolve(config).policy is not None:
         raise UsageError(
             "attention-precision-needs-full-attention",

@@ -18,6 +18,7 @@ from rlmismatch.checkpoint import Checkpoint, digest
 from rlmismatch.contract import Reading
 from rlmismatch.engines import (
     attention_knobs,
+    attention_sinks,
     gemm_flags,
     gemm_knobs,
     gradient_knobs,
@@ -92,6 +93,8 @@ class MegatronEngine:
         self.shard = VocabShard(tp=self.tp, vocab_size=self.model.vocab_size, padded_vocab_size=self.gpt.vocab_size)
         self._standing.enter_context(gemm_flags.in_force(config))
         self._standing.enter_context(installed(megatron_sums.replacements(config, self.tp)))
+        cores = [layer.self_attention.core_attention for layer in self.gpt.decoder.layers]
+        attention_sinks.into_trainer(cores, attention_sinks.given(config))
         site = megatron_plants.Site(gpt=self.gpt, config=config, model=self.model, shard=self.shard)
         for plant in self.plants.values():  # one by one: two faults may sit in one place
             self._standing.enter_context(installed(plant.apply(site)))
@@ -108,6 +111,7 @@ class MegatronEngine:
                 chain=logprob_knobs.chain_of(config),
                 head=self._head_settings(),
                 window=self.model.sliding_window,
+                sink=attention_sinks.asked(config),
                 cp=declared,
                 attention=attention_knobs.resolve(config).policy,
             ),

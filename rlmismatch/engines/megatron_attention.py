@@ -129,8 +129,11 @@ def _native_gradients(engine: MegatronEngine, core: Any, qkv: Sequence[torch.Ten
     return tuple(g[:, 0] for g in found)
 
 
-def exact_gradients(qkv: Sequence[torch.Tensor], dout_THD: torch.Tensor, *, scale: float, window: int | None) -> tuple[torch.Tensor, ...]:
-    """dq, dk, dv in float64, unrounded, of causal softmax attention, in a window if there is one: torch differentiates the formula."""
+def exact_gradients(
+    qkv: Sequence[torch.Tensor], dout_THD: torch.Tensor, *, scale: float, window: int | None, sink: float | None = None
+) -> tuple[torch.Tensor, ...]:
+    """dq, dk, dv in float64, unrounded, of causal softmax attention, in a window and with a sink if there is one: torch
+    differentiates the formula."""
     leaves = [x.detach().double().requires_grad_() for x in qkv]
     q, k, v = leaves
     tokens, heads, _ = q.shape
@@ -138,7 +141,10 @@ def exact_gradients(qkv: Sequence[torch.Tensor], dout_THD: torch.Tensor, *, scal
     with torch.enable_grad():
         score_HTN = torch.einsum("thd,nhd->htn", q, k.repeat_interleave(group, dim=1)) * scale
         seen = attention_policies.visible(tokens, tokens, window, q.device)
-        weight_HTN = score_HTN.masked_fill(~seen, -torch.inf).softmax(-1)
+        score_HTN = score_HTN.masked_fill(~seen, -torch.inf)
+        if sink is not None:
+            score_HTN = torch.cat([score_HTN, score_HTN.new_full((heads, tokens, 1), sink)], -1)
+        weight_HTN = score_HTN.softmax(-1)[..., : len(k)]
         out_THD = torch.einsum("htn,nhd->thd", weight_HTN, v.repeat_interleave(group, dim=1))
         return torch.autograd.grad(out_THD, leaves, dout_THD.double())
 
@@ -175,7 +181,8 @@ def backward_readings(engine: MegatronEngine) -> Fields:
     qkv = tuple(torch.randn(_TRIAL_ROWS, max(1, n // size), engine.model.head_dim, generator=generator).to(weight) for n in heads)
     core, dout_THD = engine.gpt.decoder.layers[0].self_attention.core_attention, fixed_dout(engine, qkv[0])
     runs = [_native_gradients(engine, core, qkv, dout_THD) for _ in range(REPEATS)]
-    exact = exact_gradients(qkv, dout_THD, scale=engine.ops.shape.softmax_scale, window=engine.model.sliding_window)
+    shape = engine.ops.shape
+    exact = exact_gradients(qkv, dout_THD, scale=shape.softmax_scale, window=shape.window, sink=shape.sink)
     repeats = all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
     fields: Fields = {}
     for name, grad, truth in zip(GRADIENTS, runs[0], exact, strict=True):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlmismatch.contract import Reading, documented
-from rlmismatch.engines import attention_plants, merge_plants
+from rlmismatch.engines import attention_plants, attention_sinks, merge_plants
 from rlmismatch.engines import megatron_plants_attention as attention_faults
 from rlmismatch.engines import megatron_plants_gemm as gemm_plants
 from rlmismatch.engines import megatron_plants_gradients as backward
@@ -306,6 +306,12 @@ PLANTS: Mapping[str, TrainerPlant] = {
         what="a token sees one more than the window holds",
         apply=lambda site: attention_faults.window_off_by_one(site.gpt),
         refuse=lambda config, model: None if model.sliding_window else "the checkpoint has no sliding window",
+        specs=("local",),
+        with_cp=False,
+    ),
+    "sink_dropped": TrainerPlant(
+        what="the sink that is asked for is left out of the denominator; the engine leaves it out",
+        refuse=attention_sinks.why_not_dropped,
         specs=("local",),
         with_cp=False,
     ),

@@ -12,6 +12,7 @@ the run's dtype is scored as well: its error is the yardstick for an engine's.
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from rlmismatch.checkpoint import Checkpoint, digest
 from rlmismatch.contract import Reading
+from rlmismatch.engines import attention_sinks
 from rlmismatch.engines.logprob_knobs import CHAIN_KNOBS, chain_of
 from rlmismatch.engines.protocol import Arm, ArmResult, SideConfig
 from rlmismatch.errors import EngineError, EnvironmentUnfitError, UsageError
@@ -32,6 +34,7 @@ from rlmismatch.tokens import Prompt, Sequence, check_ids
 
 # Shapes: T tokens of one sequence, H query heads, D head dim, V vocabulary, R response tokens; 1 is a batch of one.
 _ATTENTION: Final = "rlmismatch_exact"  # transformers' name for `_exact_attention`
+_PLAIN_SINK: Final = "rlmismatch_plain_sink"  # for the plain forward where there is a sink
 _QUERY_BLOCK: Final = 256  # query rows a step; bounds the memory, not the result
 _HEAD_BLOCK: Final = 256  # rows of the lm_head a step
 
@@ -42,8 +45,10 @@ class OracleEngine:
     def __init__(self, config: SideConfig, *, rank: int = 0, local_rank: int = 0) -> None:
         if config.world_size != 1:
             raise UsageError("oracle-is-one-rank", f"the oracle runs on one rank, not TP{config.tp} CP{config.cp}", where="oracle")
-        if config.plants or config.knobs.keys() - CHAIN_KNOBS:
-            raise UsageError("oracle-takes-no-plants", "the oracle takes no plant, and no knob but the transforms", where="oracle")
+        if config.plants or config.knobs.keys() - CHAIN_KNOBS - {attention_sinks.KNOB}:
+            raise UsageError(
+                "oracle-takes-no-plants", "the oracle takes no plant, and no knob but the transforms and the sink", where="oracle"
+            )
         self.config = config
         self._checkpoint: Checkpoint | None = None
         self._plain: Any = None
@@ -67,9 +72,13 @@ class OracleEngine:
                 local_files_only=True,
             )
         self._plain = model.to(self.config.device).eval()
-        AttentionInterface.register(_ATTENTION, _exact_attention)
+        sink = attention_sinks.asked(self.config)
+        AttentionInterface.register(_ATTENTION, functools.partial(_exact_attention, sink=sink))
         self._exact = copy.deepcopy(self._plain).to(getattr(torch, self.config.oracle_dtype))
         self._exact.set_attn_implementation(_ATTENTION)
+        if sink is not None:  # transformers' own attention of these models takes none
+            AttentionInterface.register(_PLAIN_SINK, functools.partial(_exact_attention, sink=sink, softmax_dtype=torch.float32))
+            self._plain.set_attn_implementation(_PLAIN_SINK)
         _take_out_casts(self._exact)
 
     def readings(self) -> Mapping[str, Mapping[str, Reading]]:
@@ -178,9 +187,14 @@ def _exact_attention(
     *,
     scaling: float,
     sliding_window: int | None = None,
+    sink: float | None = None,
+    softmax_dtype: torch.dtype | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention of one whole sequence in the dtype of its inputs: [1, T, H, D]. transformers' attention interface."""
+    """Causal attention of one whole sequence in the dtype of its inputs: [1, T, H, D]. transformers' attention interface.
+
+    sink: logit of one more score a row, whose value is 0. softmax_dtype: of the softmax alone, as transformers' own has it.
+    """
     if mask is not None or q_1HTD.shape[0] != 1 or q_1HTD.shape[2] != k_1HTD.shape[2]:
         raise EngineError("oracle-not-exact", "the oracle's attention takes one whole sequence and no mask", where="oracle")
     k_1HTD = k_1HTD.repeat_interleave(module.num_key_value_groups, 1)
@@ -194,7 +208,11 @@ def _exact_attention(
         future = positions[None, :end] > positions[start:end, None]
         if sliding_window is not None:
             future = future | (positions[None, :end] <= positions[start:end, None] - sliding_window)
-        blocks.append(torch.softmax(scores.masked_fill(future, -torch.inf), -1) @ v_1HTD[:, :, :end])
+        scores = scores.masked_fill(future, -torch.inf)
+        if sink is not None:
+            scores = torch.cat([scores, scores.new_full((*scores.shape[:-1], 1), sink)], -1)
+        weights = torch.softmax(scores, -1, dtype=softmax_dtype).to(v_1HTD.dtype)
+        blocks.append(weights[..., :end] @ v_1HTD[:, :, :end])
     return torch.cat(blocks, 2).transpose(1, 2).contiguous(), None
 
 

@@ -26,6 +26,7 @@ from rlmismatch.contract import Reading
 from rlmismatch.engines import (
     attention_forms,
     attention_knobs,
+    attention_sinks,
     gemm_flags,
     gemm_knobs,
     logprob_knobs,
@@ -112,6 +113,7 @@ class VllmEngine:
             vocab_size=model.vocab_size,
             chain=logprob_knobs.chain_of(config),
             window=model.sliding_window,
+            sink=attention_sinks.asked(config),
         )
         backend = self._live.layers[0].self_attn.attn.attn_backend
         if not backend.supports_head_size(model.head_dim):  # the CPU's says so in the middle of the first step only
@@ -121,6 +123,8 @@ class VllmEngine:
                 where="rollout",
                 hint=f"it has {', '.join(map(str, backend.get_supported_head_sizes()))}",
             )
+        impls = [layer.self_attn.attn.impl for layer in self._live.layers]
+        attention_sinks.into_rollout(impls, attention_sinks.given(config), dtype=runner.dtype, device=runner.device)
         self._host_group = group.cpu_group if group.world_size > 1 else None
         self._scorer = Scorer(
             llm=self._llm,

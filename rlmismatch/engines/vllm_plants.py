@@ -13,7 +13,7 @@ import torch
 
 from rlmismatch.checkpoint import ModelConfig
 from rlmismatch.contract import Reading, documented
-from rlmismatch.engines import attention_plants, merge_plants
+from rlmismatch.engines import attention_plants, attention_sinks, merge_plants
 from rlmismatch.engines import vllm_plants_attention as attention_faults
 from rlmismatch.engines import vllm_plants_gemm as gemm_plants
 from rlmismatch.engines import vllm_plants_logprob as faults
@@ -221,6 +221,10 @@ PLANTS: Final[Mapping[str, RolloutPlant]] = {
         what="a token sees one more than the window holds",
         apply=lambda live, config: attention_faults.window_off_by_one(live),
         refuse=lambda config, model: None if model.sliding_window else "the checkpoint has no sliding window",
+    ),
+    "sink_dropped": RolloutPlant(
+        what="the sink that is asked for is left out of the denominator; the engine leaves it out",
+        refuse=attention_sinks.why_not_dropped,
     ),
     "backend_fell_back": RolloutPlant(
         what="FLASH_ATTN is asked for and the platform's own runs; the engine asks for it",

@@ -364,7 +364,8 @@ class TrainerOps:
         def make(native: Native) -> Native:
             def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
                 qkv, cp = (query[:, 0], key[:, 0], value[:, 0]), self.shape.cp
-                scores: dict[str, Any] = {"scale": self.shape.softmax_scale, "window": self.shape.window}
+                shape = self.shape
+                scores: dict[str, Any] = {"scale": shape.softmax_scale, "window": shape.window, "sinks_H": shape.sinks(query)}
                 bounds = [0, query.shape[0]]
 
                 def packed(out_THD: torch.Tensor) -> torch.Tensor:

@@ -29,10 +29,15 @@ class TrainerShape:
     cp: ContextParallel = ContextParallel()  # noqa: RUF009 - frozen
     attention: Policy | None = None  # arithmetic of the pin attention; None: the kernel's own
     window: int | None = None  # tokens that a token sees, itself included
+    sink: float | None = None  # logit of every head's sink
 
     @property
     def softmax_scale(self) -> float:
         return float(self.head_dim**-0.5)
+
+    def sinks(self, q_SBHD: torch.Tensor) -> torch.Tensor | None:
+        """float32 [Hq of this rank]: one sink logit a head, None where there is none."""
+        return None if self.sink is None else q_SBHD.new_full(q_SBHD.shape[2:3], self.sink, dtype=torch.float32)
 
     def qkv_columns(self, tp: TpGroup) -> dict[str, torch.Tensor]:
         """q, k, v -> which columns of this rank's fused QKV output are its own; over the ranks they ascend by global head."""

@@ -51,7 +51,7 @@ class VllmPins:
 
     def _attention(self, layer: Any, boundary: str) -> tuple[Patch, ...]:
         settings: dict[str, Any] = {"impl": self._impl, "switch": self._switch, "cache": self._cache, "policy": self._policy}
-        return attention_patches(layer, boundary, window=self._live.window, **settings)
+        return attention_patches(layer, boundary, window=self._live.window, sink=self._live.sink, **settings)
 
     def boundaries(self, group: torch.distributed.ProcessGroup | None) -> dict[str, torch.Tensor]:
         """The recorder's boundaries in canonical layout: the head's rows of one prefill joined to [T, V]. Collective."""

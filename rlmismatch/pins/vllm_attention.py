@@ -73,6 +73,7 @@ def attention_patches(
     boundary: str,
     *,
     window: int | None,
+    sink: float | None = None,
     impl: attention.Impl,
     switch: OpSwitch,
     cache: PagedCache,
@@ -80,7 +81,7 @@ def attention_patches(
 ) -> tuple[Patch, ...]:
     """The hooks of one attention layer. vLLM hands the output buffer in, and K and V through the cache.
 
-    window: the checkpoint's. policy: arithmetic that a knob asks of the pin; None: the kernel's own.
+    window: the checkpoint's. sink: logit of one a head. policy: arithmetic that a knob asks of the pin; None: the kernel's own.
     """
 
     def make(native: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,7 +94,8 @@ def attention_patches(
                 return output
             tokens = attn_metadata.num_actual_tokens
             q_THD = query[:tokens].view(tokens, layer.num_heads, layer.head_size)
-            scores: dict[str, Any] = {"scale": float(layer.head_size**-0.5), "window": window}
+            sinks_H = None if sink is None else q_THD.new_full((layer.num_heads,), sink, dtype=torch.float32)
+            scores: dict[str, Any] = {"scale": float(layer.head_size**-0.5), "window": window, "sinks_H": sinks_H}
 
             def native_op() -> torch.Tensor:
                 scratch = torch.empty_like(output)

@@ -26,6 +26,7 @@ class LiveModel:
     vocab_size: int
     chain: Chain  # what this side is asked to do to the logits
     window: int | None = None  # tokens that a token sees, itself included
+    sink: float | None = None  # logit of every head's sink
     _weights: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @property

@@ -30,7 +30,14 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "TP1, chunks of 1": (TINY, *OFF, "--chunk-size", "1"),
     "refused": (TINY, "--split-kv-policy", "1", "--trainer.split-kv-policy", "4", "--materialization", "decode", "--prefix-cache", "off"),
     "short": (TINY, "--materialization", "paged_prefill", "--block-size", "96"),
-    "window": (WINDOW, *OFF, "--fail-on", "contract,defect"),  # responses that nobody sampled drift more than a budget for real ones
+    "window": (
+        WINDOW,
+        *OFF,
+        "--sink",
+        "1.5",
+        "--fail-on",
+        "contract,defect",
+    ),  # responses that nobody sampled drift more than a budget for real ones
     "pages of 16": (TINY, "--block-size", "16"),
 }
 
@@ -130,11 +137,14 @@ def test_a_form_that_never_took_place_is_no_pass(name: str, runs: Mapping[str, F
 
 @pytest.mark.engines
 @pytest.mark.parametrize("name", ["window"])
-def test_a_window_closes_in_every_form(name: str, runs: Mapping[str, Future[Done]]) -> None:
+def test_a_window_and_a_sink_close_in_every_form(name: str, runs: Mapping[str, Future[Done]]) -> None:
     done = runs[name].result()
     closed(done)
     (field,) = of(done, "contract", axis="attention.provenance", field="sliding_window")
     assert (field["trainer"]["value"], field["rollout"]["value"]) == (24, 24)
+    (field,) = of(done, "contract", axis="attention.provenance", field="sinks")
+    assert (field["trainer"]["value"], field["rollout"]["value"]) == (True, True)
+    assert {(k["knob"], k["status"]) for k in done.report["knobs"]} >= {("attention.sink", "applied")}
 
 
 @pytest.mark.engines

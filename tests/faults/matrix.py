@@ -239,6 +239,21 @@ CASES: Final[tuple[Case, ...]] = (
         options=(*MASK, *TP2),
     ),
     Case(
+        plant="sink_dropped",
+        side="trainer",
+        word="CONTRACT",
+        axis="attention.provenance",
+        says="sinks was declared otherwise than the engine says: trainer false",
+        options=(*MASK, *TP2),
+    ),
+    Case(
+        plant="sink_dropped",
+        side="rollout",
+        word="CONTRACT",
+        axis="attention.provenance",
+        says="sinks was declared otherwise than the engine says:",
+    ),
+    Case(
         plant="backend_fell_back",
         side="trainer",
         word="OK",
