@@ -8,13 +8,14 @@ from typing import Any, Final
 
 from rlmismatch import attribution, axes, verdict
 from rlmismatch.arms import COMPILE, NATIVE
-from rlmismatch.assemble import attention, attention_trainer, compilation, gemm, gradients, head, logprob, rows
+from rlmismatch.assemble import attention, attention_trainer, compilation, flips, gemm, gradients, head, logprob, rows
 from rlmismatch.assemble.defects import defects, over_limit
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.axes.base import Axis
 from rlmismatch.checkpoint import combine_digests
 from rlmismatch.contract import Reading
 from rlmismatch.drift import Budget, OracleError, against_oracle, signatures
+from rlmismatch.engines.gemm_facts import NOT_FLIPPED
 from rlmismatch.evidence import Evidence, SideEvidence, wanted_axes
 from rlmismatch.report.model import (
     Artifact,
@@ -33,6 +34,7 @@ from rlmismatch.settings import split_plant
 
 # What each family makes of its probes' captures.
 _MEASURES: Final = (
+    flips.measures,
     gemm.measures,
     gradients.measures,
     attention.measures,
@@ -56,7 +58,12 @@ def report(folder: Path, *, budget: Sequence[str] = (), fail_on: str | None = No
     controls = (
         ()
         if void
-        else (*rows.controls(evidence, book, floors, closed), *gradients.controls(evidence, book), *gemm.controls(evidence, book))
+        else (
+            *rows.controls(evidence, book, floors, closed),
+            *gradients.controls(evidence, book),
+            *gemm.controls(evidence, book),
+            *flips.controls(book),
+        )
     )
     ratios = rows.ratios(evidence, book, void=void)
     errors = {} if void else oracle_errors(evidence, book)
@@ -322,7 +329,7 @@ def _notes(evidence: Evidence, book: ScoreBook) -> tuple[str, ...]:
         if c.outcome.value == "waived"
     ]
     for side in ("trainer", "rollout"):
-        said = (gradients.REFUSED, gradients.CONSISTS)  # by the table of the gradients
+        said = (gradients.REFUSED, gradients.CONSISTS, NOT_FLIPPED)  # by the table of the gradients, and by the measures
         seen = {note for result in book.arms[side].values() for note in result.notes if not note.startswith(said)}
         notes += [f"{side}: {note}" for note in sorted(seen)]
     return tuple(filter(None, (*notes, head.note(evidence))))

@@ -28,14 +28,15 @@ _REDUCE: Final = "gemm.forward_reduce"
 BACKEND: Final = "rollout.all_reduce_backend"
 
 
-def _captured(book: ScoreBook) -> dict[SideName, Mapping[str, torch.Tensor]]:
+def captured(book: ScoreBook) -> dict[SideName, Mapping[str, torch.Tensor]]:
+    """Side -> the tensors of its arm ``gemm``."""
     return {side: book.arms[side][GEMM].boundaries for side in _SIDES if GEMM in book.arms[side]}
 
 
 def replay(book: ScoreBook) -> tuple[ReplayRow, ...]:
     """Every product of both sides, in the order of the forward pass, rows ascending."""
     out = []
-    for side, tensors in _captured(book).items():
+    for side, tensors in captured(book).items():
         facts = unpacked(tensors, "replay", ReplayFacts)
         for (product, rows), f in sorted(facts.items(), key=lambda item: _order(*item[0])):
             out.append(
@@ -46,8 +47,8 @@ def replay(book: ScoreBook) -> tuple[ReplayRow, ...]:
                     count=int(f.count),
                     unequal_pin=int(f.unequal_pin),
                     unequal_full=int(f.unequal_full),
-                    native_error=_share(f.native_error, f.scale),
-                    pin_error=_share(f.pin_error, f.scale),
+                    native_error=share(f.native_error, f.scale),
+                    pin_error=share(f.pin_error, f.scale),
                     largest_pin=f.largest_pin,
                     largest_full=f.largest_full,
                 )
@@ -65,7 +66,7 @@ def _order(product: str, rows: str) -> tuple[float, int, float]:
 
 def collectives(book: ScoreBook) -> tuple[CollectiveRow, ...]:
     """What the rollout's TP group ran in the steps of the arm, prefill first, by operation and payload."""
-    found = {n.split("/", 1)[1]: t.tolist() for n, t in _captured(book).get("rollout", {}).items() if n.startswith("collective/")}
+    found = {n.split("/", 1)[1]: t.tolist() for n, t in captured(book).get("rollout", {}).items() if n.startswith("collective/")}
     out = []
     for name, (calls, steps) in found.items():
         phase, op, backend, dtype, size = name.split("/")
@@ -84,7 +85,7 @@ def measures(evidence: Evidence, book: ScoreBook) -> tuple[MeasureRow, ...]:
 
 def backends(book: ScoreBook) -> tuple[MeasureRow, ...]:
     """The rollout's all-reduces on its own partials: as its layers call it, and each backend by itself."""
-    tensors = _captured(book).get("rollout", {})
+    tensors = captured(book).get("rollout", {})
     dtype = _payload(tensors)
     sums = unpacked(tensors, "sum", SumFacts)
     live = {("as its layers call it", rows): f for (way, payload, rows), f in sums.items() if (way, payload) == ("all_reduce", dtype)}
@@ -105,12 +106,12 @@ def sums(book: ScoreBook) -> tuple[MeasureRow, ...]:
     out: list[MeasureRow] = []
     order: dict[str, list[tuple[str, SumFacts]]] = {}
     errors: dict[str, list[float]] = {}
-    for side, tensors in _captured(book).items():
+    for side, tensors in captured(book).items():
         found = unpacked(tensors, "sum", SumFacts)
         for (way, payload, rows), f in found.items():
             what = f"{way}, {payload} payload, {rows} rows: error of the sum"
             out.append(_sum_row(_REDUCE, side, what, f, found["rank_order", payload, rows]))
-            errors.setdefault(payload, []).append(_share(f.error, f.scale) or 0.0)
+            errors.setdefault(payload, []).append(share(f.error, f.scale) or 0.0)
             if way != "rank_order":
                 order.setdefault(payload, []).append((f"{side} {way} at {rows} rows", f))
     return (*_order_and_dtype(order, errors), *out)
@@ -132,9 +133,9 @@ def _order_and_dtype(order: Mapping[str, list[tuple[str, SumFacts]]], errors: Ma
 
 def _sum_row(axis: str, side: SideName, what: str, f: SumFacts, ordered: SumFacts) -> MeasureRow:
     """Its limit is what an honest sum of the same payload has: a multiple of rank order's own error, and float32's."""
-    allowed = LOCAL_ERROR_RATIO * (_share(ordered.error, ordered.scale) or 0.0) + FLOAT32_SUM
-    note = f"{f.unequal:.0f} of {f.count:.0f} elements other than in rank order; from what was sent: {number(_share(f.sum_error, f.scale))}"
-    return MeasureRow(axis=axis, side=side, what=what, value=_share(f.error, f.scale), unit="", limit=allowed, note=note)
+    allowed = LOCAL_ERROR_RATIO * (share(ordered.error, ordered.scale) or 0.0) + FLOAT32_SUM
+    note = f"{f.unequal:.0f} of {f.count:.0f} elements other than in rank order; from what was sent: {number(share(f.sum_error, f.scale))}"
+    return MeasureRow(axis=axis, side=side, what=what, value=share(f.error, f.scale), unit="", limit=allowed, note=note)
 
 
 def _payload(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -146,7 +147,7 @@ def _payload(tensors: Mapping[str, torch.Tensor]) -> str:
 def alone(book: ScoreBook) -> tuple[MeasureRow, ...]:
     """Log-probs of the live engines that move when the same tokens are scored among fewer rows."""
     axis, found = "gemm.runtime_flags", []
-    for side, tensors in _captured(book).items():
+    for side, tensors in captured(book).items():
         found += [(side, path, f) for (path,), f in unpacked(tensors, "alone", AloneFacts).items()]
     rows = [
         MeasureRow(
@@ -178,7 +179,7 @@ def broken_promises(evidence: Evidence, book: ScoreBook) -> tuple[BrokenPromise,
     """The first product of each promising side whose bits depend on M, or else the whole engine's."""
     out = []
     for side, where in evidence.promised.items():
-        tensors = _captured(book).get(side, {})
+        tensors = captured(book).get(side, {})
         moved = [row for row in replay(book) if row.side == side and row.rows != FULL and row.unequal_full]
         whole = [f for f in unpacked(tensors, "alone", AloneFacts).values() if f.unequal]
         promise = f"batch invariance is promised ({where})"
@@ -200,7 +201,7 @@ def controls(evidence: Evidence, book: ScoreBook) -> tuple[ControlRow, ...]:
     """That each promise of batch invariance was put to the test: one that nothing was held against is not kept."""
     rows = []
     for side in evidence.promised:
-        tensors = _captured(book).get(side, {})
+        tensors = captured(book).get(side, {})
         products = sum(int(f.count) for (_, m), f in unpacked(tensors, "replay", ReplayFacts).items() if m != FULL)
         tokens = sum(int(f.tokens) for f in unpacked(tensors, "alone", AloneFacts).values())
         got = f"{products} elements of products and {tokens} log-probs" if products and tokens else "not tried in this run"
@@ -209,7 +210,7 @@ def controls(evidence: Evidence, book: ScoreBook) -> tuple[ControlRow, ...]:
     return tuple(rows)
 
 
-def _share(total: float, scale: float) -> float | None:
+def share(total: float, scale: float) -> float | None:
     """An error as a share of the result's size: None where nothing was compared, infinite where the result ought to be zero."""
     if scale:
         return total / scale

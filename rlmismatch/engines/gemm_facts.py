@@ -3,6 +3,7 @@
 replay/NAME/M            `ReplayFacts`: NAME a logical column (layers.0.q_proj), M the rows of one product, or ``full``
 sum/WAY/PAYLOAD/ROWS     `SumFacts`: the partials of all row-parallel layers through one way to sum, in one dtype
 backend/NAME/ROWS        `SumFacts`: the same through one all-reduce backend, in the model's dtype (rollout)
+flag/FLAG/FROM/TO/PRODUCT/M   `FlagFacts`: one product of this process with a flag at FROM, and flipped to TO
 alone/WHAT               `AloneFacts`: the same tokens scored among fewer rows, by the whole live engine
 collective/PHASE/OP/BACKEND/DTYPE/BYTES    [calls, steps of that phase]: what ran in this arm (rollout)
 """
@@ -12,9 +13,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
+
+NOT_FLIPPED: Final = "flag not flipped: "  # how the note of an arm begins that names a flag of the process, and says why
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +60,27 @@ class AloneFacts:
     largest: float  # nats
 
 
-Facts = ReplayFacts | SumFacts | AloneFacts
-Kind = TypeVar("Kind", ReplayFacts, SumFacts, AloneFacts)
+@dataclass(frozen=True, kw_only=True)
+class FlagFacts:
+    """One product at M rows with a flag of the process as it was, flipped, and put back; each several times.
+
+    unequal_floor, unequal, unequal_after: elements unlike the first product's in any repeat, in any flipped one, and once the flag is
+    back. Errors are sums over the elements, against float64 on the same inputs; of flipped ones, the largest.
+    """
+
+    count: float
+    unequal_floor: float
+    unequal: float
+    unequal_after: float
+    native_error: float
+    flipped_error: float
+    difference: float  # sum of |flipped - native|
+    scale: float
+    largest: float  # largest |flipped - native|
+
+
+Facts = ReplayFacts | SumFacts | AloneFacts | FlagFacts
+Kind = TypeVar("Kind", ReplayFacts, SumFacts, AloneFacts, FlagFacts)
 
 
 def packed(facts: Facts) -> torch.Tensor:

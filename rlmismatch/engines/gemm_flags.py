@@ -20,7 +20,7 @@ from rlmismatch.engines.protocol import SideConfig
 PREFIX: Final = "gemm."
 _ON: Final[Mapping[str, bool]] = {"on": True, "off": False}
 # What each official mode asks of the environment. The two contradict each other in one process: one side, one process.
-_CUBLAS_FIXED: Final = (":4096:8", ":16:8")
+CUBLAS_FIXED: Final = (":4096:8", ":16:8")
 
 
 def asked_flag(config: SideConfig, name: str) -> bool | None:
@@ -85,7 +85,7 @@ def intent(name: str, value: str | None) -> str:
     if value is None:
         return "chosen per call"
     if name == "CUBLAS_WORKSPACE_CONFIG":
-        return "one fixed workspace" if value in _CUBLAS_FIXED else "a workspace of another size"
+        return "one fixed workspace" if value in CUBLAS_FIXED else "a workspace of another size"
     return "several allowed" if "," in value or value.startswith("^") else "one fixed choice"
 
 

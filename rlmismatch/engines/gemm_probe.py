@@ -14,7 +14,8 @@ from typing import Final
 
 import torch
 
-from rlmismatch.engines.gemm_facts import AloneFacts, ReplayFacts, SumFacts, joined, packed
+from rlmismatch.engines import gemm_flips
+from rlmismatch.engines.gemm_facts import AloneFacts, Facts, FlagFacts, ReplayFacts, SumFacts, joined, packed
 from rlmismatch.kernels import gemm, reduce
 from rlmismatch.kernels.gemm import reference as gemm_fp64
 from rlmismatch.kernels.reduce import reference as reduce_fp64
@@ -78,8 +79,13 @@ class SumSite:
     decode_rows: int  # of one decode step
 
 
-def tensors(products: Iterable[Product], sums: SumSite, *, impl: gemm.Impl, interpreted: bool) -> dict[str, torch.Tensor]:
-    """Every ``replay``, ``sum`` and ``backend`` fact of `products`, over all ranks. Collective; complete on every rank."""
+def tensors(
+    products: Iterable[Product], sums: SumSite, *, impl: gemm.Impl, interpreted: bool, flags: Seq[gemm_flips.Flag] = ()
+) -> dict[str, torch.Tensor]:
+    """Every ``replay``, ``sum``, ``backend`` and ``flag`` fact of `products`, over all ranks. Collective; complete on every rank.
+
+    flags: those of the process that are flipped in turn.
+    """
     facts: dict[str, torch.Tensor] = {}
     device = torch.device("cpu")
     for product in products:
@@ -90,6 +96,7 @@ def tensors(products: Iterable[Product], sums: SumSite, *, impl: gemm.Impl, inte
             exact_MN = gemm_fp64.linear(x_MK, product.weight_NK, product.bias_N, out_dtype=torch.float64)
             full_MN = product.native(x_MK).clone()
             facts |= _replay(product, x_MK, full_MN, exact_MN, impl)
+            facts |= gemm_flips.facts(product.name, product.native, x_MK, exact_MN, flags)
             if product.partial and sums.tp.size > 1:
                 for name, fact in _sums(full_MN, exact_MN, sums, impl).items():
                     facts[name] = joined([facts[name], fact], SumFacts) if name in facts else fact
@@ -169,13 +176,19 @@ def alone(pairs: Mapping[str, Seq[tuple[torch.Tensor, torch.Tensor]]]) -> dict[s
     return out
 
 
+# A product's columns are shared out over the ranks; a sum is whole on every rank, and this one's stands.
+_SHARED_OUT: Final[Mapping[str, type[Facts]]] = {"replay": ReplayFacts, "flag": FlagFacts}
+
+
 def _over_ranks(facts: dict[str, torch.Tensor], tp: TpGroup, device: torch.device) -> dict[str, torch.Tensor]:
-    """Replays joined over the ranks, whose columns they share out; a sum is whole on every rank, and this one's stands. On the CPU."""
-    names = [name for name in facts if name.startswith("replay/")]
-    if tp.size == 1 or not names:
-        return facts
-    ranks = [rank.cpu() for rank in tp.gathered(torch.stack([facts[name] for name in names]).to(device))]
-    return facts | {name: joined([rank[i] for rank in ranks], ReplayFacts) for i, name in enumerate(names)}
+    """`facts` with those of the products joined over the ranks. On the CPU."""
+    out = dict(facts)
+    for prefix, kind in _SHARED_OUT.items():
+        names = [name for name in facts if name.startswith(f"{prefix}/")]
+        if tp.size > 1 and names:
+            ranks = [rank.cpu() for rank in tp.gathered(torch.stack([facts[name] for name in names]).to(device))]
+            out |= {name: joined([rank[i] for rank in ranks], kind) for i, name in enumerate(names)}
+    return out
 
 
 def _unequal(a: torch.Tensor, b: torch.Tensor) -> float:

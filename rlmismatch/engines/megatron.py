@@ -20,6 +20,7 @@ from rlmismatch.engines import (
     attention_knobs,
     attention_sinks,
     gemm_flags,
+    gemm_flips,
     gemm_knobs,
     gradient_knobs,
     logprob_knobs,
@@ -165,6 +166,7 @@ class MegatronEngine:
         if operands is not None:
             interpreted = self.config.device == "cpu" and self.config.impl == "triton"
             result.boundaries = alone | megatron_gemm_probe.replay(self, operands, sequences, interpreted=interpreted)
+            result.notes += gemm_flips.notes(self.config)
         result.seconds = time.perf_counter() - started
         return result
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlmismatch.engines import gemm_probe, megatron_sums
+from rlmismatch.engines import gemm_flips, gemm_probe, megatron_sums
 from rlmismatch.engines.gemm_probe import Product, Seen, SumSite
 from rlmismatch.kernels import reduce
 from rlmismatch.pins.hooks import Patch, installed
@@ -81,10 +81,11 @@ def alone(engine: MegatronEngine, sequences: Seq[Sequence]) -> dict[str, torch.T
 
 
 def replay(engine: MegatronEngine, seen: Seen, sequences: Seq[Sequence], *, interpreted: bool) -> dict[str, torch.Tensor]:
-    """The ``replay`` and ``sum`` facts, with no pin in force. Collective."""
+    """The ``replay``, ``sum`` and ``flag`` facts, with no pin in force. Collective."""
     decoded = sum(bool(s.response_ids) for s in sequences)
     site = SumSite(tp=engine.tp, ways=_ways(engine), backends={}, decode_rows=decoded)
-    return gemm_probe.tensors(_products(engine, seen), site, impl=engine.config.impl, interpreted=interpreted)
+    flags = gemm_flips.live_flags(engine.config.device)
+    return gemm_probe.tensors(_products(engine, seen), site, impl=engine.config.impl, interpreted=interpreted, flags=flags)
 
 
 def _products(engine: MegatronEngine, seen: Seen) -> Iterator[Product]:

@@ -28,6 +28,7 @@ from rlmismatch.engines import (
     attention_knobs,
     attention_sinks,
     gemm_flags,
+    gemm_flips,
     gemm_knobs,
     logprob_knobs,
     vllm_attention_capture,
@@ -205,6 +206,7 @@ class VllmEngine:
             result.boundaries = vllm_probe.probe(self._live, seen, result.scores["prefill"], sequences, self.config.impl)
         if operands is not None:
             result.boundaries = stepped | self._gemm_replay(operands, sequences)
+            result.notes += gemm_flips.notes(self.config)
         silent = counter.silent()
         if silent:
             result.notes.append(f"{len(silent)} hooks never ran: {', '.join(silent[:5])}")

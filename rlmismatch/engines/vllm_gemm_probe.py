@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlmismatch.engines import gemm_probe, vllm_sums
+from rlmismatch.engines import gemm_flips, gemm_probe, vllm_sums
 from rlmismatch.engines.gemm_probe import Product, Seen, SumSite
 from rlmismatch.kernels import gemm
 from rlmismatch.pins.hooks import Patch, installed
@@ -75,10 +75,11 @@ def replay(
     impl: gemm.Impl,
     interpreted: bool,
 ) -> dict[str, torch.Tensor]:
-    """The ``replay``, ``sum`` and ``backend`` facts, with no pin in force. Collective."""
+    """The ``replay``, ``sum``, ``backend`` and ``flag`` facts, with no pin in force. Collective."""
     ways, decoded = _ways(live, communicator, impl), sum(bool(s.response_ids) for s in sequences)
     site = SumSite(tp=live.tp, ways=ways, backends=log.live_backends(), decode_rows=decoded)
-    return gemm_probe.tensors(_products(live, seen), site, impl=impl, interpreted=interpreted)
+    flags = gemm_flips.live_flags(seen.joined("lm_head").device.type)
+    return gemm_probe.tensors(_products(live, seen), site, impl=impl, interpreted=interpreted, flags=flags)
 
 
 def _ran(log: CollectiveLog, began: Began) -> dict[str, torch.Tensor]:

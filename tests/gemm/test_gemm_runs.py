@@ -79,6 +79,23 @@ def test_every_product_and_sum_is_measured(runs: Mapping[str, Future[Done]]) -> 
     assert not [m["what"] for m in done.report["measures"] if m["limit"] is not None and not abs(m["value"]) <= m["limit"]]
 
 
+def test_each_flag_is_flipped_in_the_live_processes_and_put_back(runs: Mapping[str, Future[Done]]) -> None:
+    report = runs["forced"].result().report
+    rows = [m for m in report["measures"] if m["axis"] == "gemm.runtime_flags" and m["side"]]
+    for side in ("trainer", "rollout"):
+        mine = {m["what"]: m for m in rows if m["side"] == side}
+        flipped = {what.split()[0]: m for what, m in mine.items() if what.endswith(": elements that move") and "," not in what}
+        assert set(flipped) >= {"tf32", "bf16_reduced_precision_reduction", "deterministic_algorithms", "onednn", "onednn_fp32_precision"}
+        assert all("elements in 9 products at M = 8 and 64; floor 0" in m["note"] for m in flipped.values())
+        # The trainer's own products take the flags that its knobs set: what is flipped is what is in force.
+        assert f"deterministic_algorithms {'on → off' if side == 'trainer' else 'off → on'}: elements that move" in mine
+        refused = {what.split(":")[0]: m for what, m in mine.items() if what.endswith("cannot be flipped in a live process")}
+        assert {m["value"] for m in refused.values()} == {None}
+        assert {"batch_invariant", "nccl_algo", "compute_dtype"} <= set(refused)
+    back = [c for c in report["controls"] if c["name"].endswith("flipped flags are put back")]
+    assert [c["ok"] for c in back] == [True, True]
+
+
 def test_each_side_has_its_own_sum_and_what_it_cannot_have_is_no_pass(runs: Mapping[str, Future[Done]]) -> None:
     done = runs["one sided"].result().exits(5)
     assert knobs(done) == {
