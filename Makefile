@@ -8,6 +8,7 @@ MAKEFLAGS += --no-print-directory
 DEVICE ?= cpu# cpu or cuda: which builds of the engines `make setup` installs
 VENV := $(abspath $(or $(RLMISMATCH_VENV),.venv))
 export PATH := $(VENV)/bin:$(PATH)
+unexport PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes: none is to compile this package anew
 
 .PHONY: help
 help: ## show this list

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import platform
 import time
@@ -288,6 +289,7 @@ class VllmEngine:
     def _start(self) -> Any:
         from vllm import LLM
 
+        gc.freeze()  # vLLM collects garbage again and again while it starts: not among its own modules
         config, length = self.config, self._max_length
         options: dict[str, Any] = {}
         if config.device == "cuda":

@@ -13,7 +13,7 @@ from rlmismatch.checkpoint import ModelConfig
 from rlmismatch.engines.protocol import SideConfig
 
 MAX_SEQUENCES: Final = 128  # of one step
-_CPU_BYTES: Final = 2**30  # pages that no token reaches are never touched
+_CPU_BYTES: Final = 2**30  # all of it is cleared at the start, in half a second
 _ACTIVATIONS: Final = 2**30  # of a step of 2048 tokens, beside weights and cache
 
 
@@ -25,7 +25,7 @@ def kv_cache_bytes(config: SideConfig, model: ModelConfig, *, weights: int, leng
     kv_heads = max(1, model.num_kv_heads // config.tp)
     a_sequence: int = 2 * model.num_layers * kv_heads * model.head_dim * getattr(torch, config.dtype).itemsize * length
     if config.device != "cuda":
-        return max(_CPU_BYTES, 2 * a_sequence)
+        return max(2 * a_sequence, min(MAX_SEQUENCES * a_sequence, _CPU_BYTES))
     total: int = torch.cuda.get_device_properties(local_rank).total_memory
     left = int(total * config.gpu_memory_fraction) - weights // config.tp - _ACTIVATIONS
     return max(2 * a_sequence, min(MAX_SEQUENCES * a_sequence, left))

@@ -39,6 +39,7 @@ QWEN3_8B = SimpleNamespace(num_layers=36, num_kv_heads=8, head_dim=128)  # 14745
 @pytest.mark.parametrize(
     ("device", "tp", "length", "bytes_"),
     [
+        ("cpu", 1, 10, 128 * 10 * 147456),
         ("cpu", 1, 100, 2**30),
         ("cpu", 1, 40960, 2 * 40960 * 147456),  # two sequences at least
         ("cuda", 1, 100, 128 * 100 * 147456),  # what a step can fill
