@@ -25,7 +25,7 @@ demo: setup ## both engines on a tiny checkpoint at TP2: a true finding, its fix
 
 .PHONY: test
 test: setup fixtures ## every test, the real engines among them; fails if no real engine ran
-	pytest --require-engine-runs
+	@tools/test.sh
 
 .PHONY: test-fast
 test-fast: setup fixtures ## the tests that start no engine
