@@ -347,7 +347,11 @@ def _check_grads(settings: Settings) -> None:
         option = asked[0].rpartition(".")[2].replace("_", "-")
         raise UsageError("knob-needs-grads", f"--{option} turns the backward, and no gradient is taken", hint="add --grads")
     if settings.grads and (settings.trainer_spec == "te" or settings.cp > 1):
-        raise UsageError("grads-not-built", "gradients are taken from the trainer's local spec without context parallelism")
+        raise UsageError(
+            "grads-not-built",
+            "gradients are taken from the trainer's local spec without context parallelism",
+            hint="leave out --trainer-spec te and --cp for --grads",
+        )
 
 
 def _limits(settings: Settings) -> tuple[str, ...]:

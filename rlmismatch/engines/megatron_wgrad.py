@@ -1,8 +1,9 @@
-"""Megatron's fused dW: the GEMM that adds to main_grad itself, where there is one, and on the CPU one that is put in its place."""
+"""Megatron's fused dW: the GEMM that adds to main_grad itself, where there is one, or one that is put in its place."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Final
@@ -10,6 +11,8 @@ from typing import Any, Final
 import torch
 
 INJECTED: Final = "an explicit product in float32, put in for the CUDA extension that a CPU does not have"
+_APEX: Final = "fused_weight_gradient_mlp_cuda (Apex)"
+_TE: Final = "Transformer Engine's GEMM, which adds to its output, put in for Apex's extension"
 
 
 def available(device: torch.device) -> str:
@@ -18,16 +21,27 @@ def available(device: torch.device) -> str:
 
     if device.type == "cpu":
         return INJECTED
-    return "fused_weight_gradient_mlp_cuda (Apex)" if layers._grad_accum_fusion_available else ""
+    if layers._grad_accum_fusion_available:
+        return _APEX
+    return _TE if importlib.util.find_spec("transformer_engine") else ""
 
 
 def kernel(device: torch.device) -> Any:
-    """The module of the two functions ``f(x [T, K], dy [T, N], main_grad [N, K])`` that Megatron calls, or the CPU's stand-in."""
+    """The module of the two functions ``f(x [T, K], dy [T, N], main_grad [N, K])`` that Megatron calls, or what stands in for it."""
     from megatron.core.tensor_parallel import layers
 
-    if device.type == "cpu":
-        return SimpleNamespace(wgrad_gemm_accum_fp32=_accumulate, wgrad_gemm_accum_fp16=_accumulate)
-    return layers.fused_weight_gradient_mlp_cuda
+    found = available(device)
+    if found == _APEX:
+        return layers.fused_weight_gradient_mlp_cuda
+    product = _te_accumulate if found == _TE else _accumulate
+    return SimpleNamespace(wgrad_gemm_accum_fp32=product, wgrad_gemm_accum_fp16=product)
+
+
+def _te_accumulate(x_TK: torch.Tensor, dy_TN: torch.Tensor, main_NK: torch.Tensor) -> None:
+    """main_grad += dy.T @ x in one cuBLASLt call, as Transformer Engine's own layers make it under gradient_accumulation_fusion."""
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+    general_gemm(x_TK, dy_TN, out_dtype=main_NK.dtype, layout="NT", out=main_NK, accumulate=True, grad=True)
 
 
 def _accumulate(x_TK: torch.Tensor, dy_TN: torch.Tensor, main_NK: torch.Tensor) -> None:
@@ -49,7 +63,7 @@ def fusion(gpt: Any, device: torch.device) -> Iterator[None]:
     from megatron.core.tensor_parallel import layers
 
     with contextlib.ExitStack() as stack:
-        if device.type == "cpu":  # where the extension is missing the module does not have the name at all
+        if not layers._grad_accum_fusion_available:  # the module does not have the name at all
             layers.fused_weight_gradient_mlp_cuda = kernel(device)
             stack.callback(delattr, layers, "fused_weight_gradient_mlp_cuda")
         for module in linears(gpt):
