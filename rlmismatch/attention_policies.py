@@ -134,10 +134,14 @@ def simulate(given: Operands, policy: Policy) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Partial:
-    """Attention over a run of keys: out float32 [Hq, T, D] and natural-log lse float32 [Hq, T]; -inf and 0 for a row that sees none."""
+    """Attention over a run of keys: out float32 [Hq, T, D] and natural-log lse float32 [Hq, T]; -inf and 0 for a row that sees none.
+
+    keys: [start, end) of the run, by position.
+    """
 
     out_HTD: torch.Tensor
     lse_HT: torch.Tensor
+    keys: tuple[int, int]
 
 
 def partials(given: Operands, bounds: Sequence[int]) -> list[Partial]:
@@ -148,7 +152,7 @@ def partials(given: Operands, bounds: Sequence[int]) -> list[Partial]:
         piece = score[..., start:end]
         lse = torch.logsumexp(piece, -1)
         weight = torch.exp(piece - lse[..., None]).nan_to_num(0.0)  # -inf minus -inf: a row that sees nothing here
-        out.append(Partial(out_HTD=(weight @ value[:, start:end]).float(), lse_HT=lse.float()))
+        out.append(Partial(out_HTD=(weight @ value[:, start:end]).float(), lse_HT=lse.float(), keys=(start, end)))
     return out
 
 

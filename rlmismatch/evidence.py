@@ -122,6 +122,7 @@ class Evidence:
             declared["trainer"].setdefault("attention.merge_order:cp_partition", self.settings.cp_partition)
             if self.settings.trainer_spec == "local":  # attention is ours, in a fixed order
                 declared["trainer"].setdefault("attention.merge_order:merge_order", "ascending global block index")
+                declared["trainer"].setdefault("attention.lse:lse_base", "e")
         for side_name, fields in declared.items():  # a sink that was asked for and has no effect is a fault, also where no side has one
             if "attention.sink" in self.settings.knobs_of(side_name):
                 fields.setdefault("attention.provenance:sinks", True)

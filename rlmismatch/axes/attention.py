@@ -269,7 +269,7 @@ ATTENTION: Final[tuple[Axis, ...]] = (
         measure="LSE of the native kernel against float64 on captured Q, K; slope 1/ln 2 names a base error, shifted axes a shape error",
         trap='applies only where a merge consumes it; otherwise "not applicable", which is not "unknown"',
         hint="export the attention LSE in natural log as [head, token] where a merge consumes it",
-        plants=(Plant(id="lse_base2", verdict="contract", what="one side's LSE is in base 2"),),
+        plants=(Plant(id="lse_base2", verdict="contract", what="one side's LSE is in base 2", built=True),),
         built="contract_only",
     ),
     Axis(

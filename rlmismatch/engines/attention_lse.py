@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import torch
 
+from rlmismatch import attention_policies
+
 _SLOPES: Final = {"e": 1.0, "2": 1.0 / math.log(2.0)}
 _SAME: Final = 1e-2  # of a slope; the bases lie 0.44 apart
 _CLOSE_NATS: Final = 2e-2  # what an attention LSE of bfloat16 operands may be off by; one of the vocabulary's logits is off by nats
@@ -32,13 +34,19 @@ class LseFound:
         return dict(vars(self))
 
 
-def exact(q_THD: torch.Tensor, k_THD: torch.Tensor, scale: float) -> torch.Tensor:
-    """float64 [Hq, T] on the CPU, nats: of causal attention's scaled scores."""
+def exact(
+    q_THD: torch.Tensor, k_THD: torch.Tensor, scale: float, *, window: int | None = None, keys: tuple[int, int] | None = None
+) -> torch.Tensor:
+    """float64 [Hq, T] on the CPU, nats: of causal attention's scaled scores of the last T of N tokens.
+
+    window: tokens that a token sees, itself included. keys: [start, end) of those that are summed; None: all.
+    """
     group = q_THD.shape[1] // k_THD.shape[1]
     q, k = q_THD.double().cpu(), k_THD.double().cpu().repeat_interleave(group, 1)
     score_HTN = torch.einsum("thd,nhd->htn", q, k) * scale
-    later = torch.ones(len(q), len(k), dtype=torch.bool).triu(1)
-    return score_HTN.masked_fill(later, -torch.inf).logsumexp(-1)
+    seen = attention_policies.visible(len(q), len(k), window, score_HTN.device)
+    score_HTN = score_HTN.masked_fill(~seen, -torch.inf)
+    return score_HTN[..., slice(*keys) if keys else slice(None)].logsumexp(-1)
 
 
 def diagnose(live: torch.Tensor, exact_HT: torch.Tensor) -> LseFound:

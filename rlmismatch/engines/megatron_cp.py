@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from rlmismatch.contract import Reading, documented, not_applicable, read, unknown
+from rlmismatch.engines import attention_merges
+from rlmismatch.engines.attention_lse import LseFound
 from rlmismatch.engines.megatron_evidence import Fields, dtype_of, fill
 from rlmismatch.engines.protocol import SideConfig
 from rlmismatch.errors import EnvironmentUnfitError, UsageError
@@ -187,7 +189,11 @@ def lse_readings(engine: MegatronEngine) -> Fields:
         return fill(not_applicable("CP1: no merge consumes an LSE"), *names)
     travels = comm_type(engine.config)
     if travels != "p2p":
-        return fill(not_applicable(f"{travels}: K and V are gathered, no merge consumes an LSE"), *names)
+        return attention_merges.fields(
+            None if engine.config.trainer_spec == "te" else _merged(engine),
+            f"{travels}: K and V are gathered, no merge consumes an LSE",
+            "trial: the merge of the ranks' partial outputs",
+        )
     return {
         "lse_export": documented(True, _TE_SOURCE),
         "lse_domain": documented("attention scores", _TE_SOURCE),
@@ -195,6 +201,18 @@ def lse_readings(engine: MegatronEngine) -> Fields:
         "lse_shape": documented("[head, token]", _TE_SOURCE),
         "masked_row": not_applicable("a step of the ring holds no row that sees nothing"),
     }
+
+
+def _merged(engine: MegatronEngine) -> LseFound | None:
+    """What merges inside the first layer's attention of ours take, where it has any. Collective."""
+    cp, model = engine.cp, engine.model
+    core, weight = engine.gpt.decoder.layers[0].self_attention.core_attention, next(engine.gpt.parameters())
+    heads = (model.num_heads // engine.tp.size, max(1, model.num_kv_heads // engine.tp.size))
+    tokens = attention_merges.TOKENS + -attention_merges.TOKENS % cp.multiple
+    qkv = attention_merges.trial_operands(tokens, *heads, model.head_dim, weight.dtype, weight.device)
+    with torch.no_grad(), attention_merges.consumed() as merges:
+        core(*(cp.own(x)[:, None].contiguous() for x in qkv), None)
+    return attention_merges.diagnose_merges(merges, *qkv[:2], model.head_dim**-0.5)
 
 
 def precision_readings(engine: MegatronEngine) -> Fields:

@@ -357,6 +357,12 @@ PLANTS: Mapping[str, TrainerPlant] = {
             else None
         ),
     ),
+    "lse_base2": TrainerPlant(
+        what="the merge of the context-parallel ranks' partial outputs takes an LSE in base 2 for natural",
+        apply=lambda site: merge_plants.of_ranks(site.layers, merge_plants.base2),
+        refuse=lambda config, model: "one rank holds all keys, and its attention merges nothing" if config.cp == 1 else None,
+        specs=("local",),
+    ),
     "dk_scaled": TrainerPlant(what="dK of every layer is 2 % too large", apply=_dk_scaled, with_cp=False),
     "merge_arrival_order": TrainerPlant(
         what="the ranks' parts of the denominator are merged as they arrive",
@@ -422,7 +428,7 @@ PLANTS: Mapping[str, TrainerPlant] = {
 UNDER_CP: Mapping[str, TrainerPlant] = {
     "merge_arrival_order": TrainerPlant(
         what="attention's partial outputs are merged as a ring brings them",
-        apply=lambda site: merge_plants.of_ranks(site.layers),
+        apply=lambda site: merge_plants.of_ranks(site.layers, merge_plants.arrival),
         says=merge_plants.SAYS_ARRIVAL,
         specs=("local",),
     ),

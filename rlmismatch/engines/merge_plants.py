@@ -1,27 +1,43 @@
-"""The fault merge_arrival_order where it is attention's partial outputs that are merged: of context-parallel ranks, and of KV splits."""
+"""Faults of a merge of attention's partial outputs, of context-parallel ranks or of KV splits: their order, and the base of their LSE."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
 from rlmismatch import attention_policies
-from rlmismatch.attention_policies import Operands
+from rlmismatch.attention_policies import Operands, Partial
 from rlmismatch.pins.context_parallel import ContextParallel
 from rlmismatch.pins.hooks import Patch
 from rlmismatch.pins.vllm_attention import PagedCache
 from rlmismatch.pins.vllm_live import LiveModel
 
 SAYS_ARRIVAL: Final[Mapping[tuple[str, str], Any]] = {("attention.merge_order", "merge_order"): "order of arrival"}
-_LABEL: Final = "merge_arrival_order"
 _SPLITS: Final = 2
+SHORT: Final = 32  # tokens of a sequence whose LSE stays natural, as one that no kernel would cut: the short trials read all else right
+# What a merge is handed: of partials in order of their keys, the order in which they arrive, and the tokens of the sequence.
+Fault = Callable[[list[Partial], Sequence[int], int], list[Partial]]
 
 
-def of_ranks(layers: Sequence[Any]) -> Sequence[Patch]:
-    """A context-parallel trainer whose ranks merge their own chunks' partial output first, and then the others' as a ring brings them."""
+def arrival(parts: list[Partial], arrive: Sequence[int], tokens: int) -> list[Partial]:
+    """merge_arrival_order."""
+    return [parts[i] for i in arrive]
+
+
+def base2(parts: list[Partial], arrive: Sequence[int], tokens: int) -> list[Partial]:
+    """lse_base2: the merge takes for natural an LSE whose base is 2."""
+    if tokens <= SHORT:
+        return parts
+    return [dataclasses.replace(part, lse_HT=part.lse_HT / math.log(2.0)) for part in parts]
+
+
+def of_ranks(layers: Sequence[Any], fault: Fault) -> Sequence[Patch]:
+    """A context-parallel trainer whose ranks merge the chunks' partial outputs; own ones arrive first, then others' as a ring has them."""
     cores = [layer.self_attention.core_attention for layer in layers]
     cp: ContextParallel = cores[0].cp
 
@@ -38,24 +54,24 @@ def of_ranks(layers: Sequence[Any]) -> Sequence[Patch]:
                 given = Operands(q_THD=q_QHD, k_THD=k_SHD[:end], v_THD=v_SHD[:end], scale=float(q_QHD.shape[-1] ** -0.5))
                 parts = attention_policies.partials(given, bounds)
                 ring = sorted(range(len(seen)), key=lambda i: ((cp.ranks.rank - seen[i][1]) % cp.size, i))
-                out.append(attention_policies.merge([parts[i] for i in ring]).transpose(0, 1).to(query.dtype))
+                out.append(attention_policies.merge(fault(parts, ring, length)).transpose(0, 1).to(query.dtype))
             return torch.cat(out).flatten(1)[:, None]
 
         return forward
 
-    return [Patch(target=core, name="forward", make=make, pins=(), label=f"plant {_LABEL}") for core in cores]
+    return [Patch(target=core, name="forward", make=make, pins=(), label=f"plant {fault.__name__}") for core in cores]
 
 
-def of_splits(live: LiveModel) -> Sequence[Patch]:
-    """A rollout whose attention cuts the keys into two splits and merges the later one first."""
+def of_splits(live: LiveModel, fault: Fault) -> Sequence[Patch]:
+    """A rollout whose attention cuts the keys into two splits and merges them; the later one arrives first."""
     cache, patches = PagedCache(), list[Patch]()
     for attn in (layer.self_attn.attn for layer in live.layers):
-        patches.append(Patch(target=attn.impl, name="forward", make=_late_split_first(cache), pins=(), label=_LABEL))
-        patches += cache.write_hook(attn, pins=(), label=_LABEL)
+        patches.append(Patch(target=attn.impl, name="forward", make=_in_splits(cache, fault), pins=(), label=fault.__name__))
+        patches += cache.write_hook(attn, pins=(), label=fault.__name__)
     return patches
 
 
-def _late_split_first(cache: PagedCache) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _in_splits(cache: PagedCache, fault: Fault) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def make(native: Callable[..., Any]) -> Callable[..., Any]:
         def forward(
             layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any,
@@ -71,7 +87,8 @@ def _late_split_first(cache: PagedCache) -> Callable[[Callable[..., Any]], Calla
                     q_QHD = query[start:end].view(end - start, layer.num_heads, layer.head_size)
                     given = Operands(q_THD=q_QHD, k_THD=k_NBHD[page, slot], v_THD=v_NBHD[page, slot], scale=float(layer.head_size**-0.5))
                     splits = attention_policies.even_bounds(lengths[s], min(_SPLITS, lengths[s]))
-                    merged = attention_policies.merge(attention_policies.partials(given, splits)[::-1])
+                    parts = attention_policies.partials(given, splits)
+                    merged = attention_policies.merge(fault(parts, range(len(parts))[::-1], lengths[s]))
                     output[start:end].view(q_QHD.shape).copy_(merged.transpose(0, 1))
             return output
 

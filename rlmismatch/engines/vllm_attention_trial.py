@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from rlmismatch.checkpoint import Checkpoint
-from rlmismatch.engines import attention_lse, attention_probe, head_canary, rope_probe, vllm_kernel_calls
+from rlmismatch.engines import attention_lse, attention_merges, attention_probe, head_canary, rope_probe, vllm_kernel_calls
 from rlmismatch.engines.attention_lse import LseFound
 from rlmismatch.engines.attention_probe import Inputs, Operator, Setup
 from rlmismatch.engines.rope_probe import Rotation
@@ -24,7 +24,6 @@ from rlmismatch.pins.hooks import Patch, installed
 from rlmismatch.pins.vllm_live import LiveModel
 
 _DECODE: Final = 2  # steps of one token behind a trial's prefill
-_EXPORTS_LSE: Final = "flash_attn_varlen_func"
 _FACTS: Final = ("fa_version", "num_splits", "causal", "window_size", "sliding_window", "softcap", "softmax_scale", "scale")
 
 
@@ -45,6 +44,7 @@ class AttentionTrial:
     rotation: Rotation
     positions_passed: list[int]  # what the engine handed to its rotary embedding, prefill and decode steps in one row
     lse: LseFound | None  # None: the kernel exports none
+    merged: LseFound | None  # what a merge of KV splits takes; None: none was seen
     heads: tuple[list[int] | None, ...]  # of q, k, v
 
 
@@ -80,8 +80,8 @@ def ask(live: LiveModel, scorer: Scorer, checkpoint: Checkpoint, *, window: int,
         with _given(live, given[setup]) as record:
             scorer.request([head_canary.TOKEN] * prompts[setup], new_tokens=_DECODE + 1)
         outs[setup] = [torch.cat(rows) for rows in record.rows]
-        lse = record.lse
         kernels = kernels or record.kernels
+    lse, merged = _lse(live, scorer, min(attention_merges.TOKENS, longest - _DECODE), window or None)
     read = {
         phase: tuple(
             attention_probe.read_operator(
@@ -105,15 +105,25 @@ def ask(live: LiveModel, scorer: Scorer, checkpoint: Checkpoint, *, window: int,
         kv_splits=_kv_splits(kernels),
         rotation=rotation(live),
         positions_passed=positions,
-        # Of the set-up scores, the last one: its scores are unlike each other.
-        lse=None if lse is None else attention_lse.diagnose(lse, _exact_lse(given["scores"], first.impl.scale)),
+        lse=lse,
+        merged=merged,
         heads=heads,
     )
 
 
-def _exact_lse(inputs: Inputs, scale: float) -> torch.Tensor:
-    prefill = slice(0, inputs.prompt)
-    return attention_lse.exact(inputs.q_THD[prefill], inputs.k_THD[prefill], float(scale))
+def _lse(live: LiveModel, scorer: Scorer, prompt: int, window: int | None) -> tuple[LseFound | None, LseFound | None]:
+    """(the LSE that the kernel exports, the LSE that a merge of KV splits takes), each as it was found; None where there is none."""
+    impl = live.layers[0].self_attn.attn.impl
+    heads = (impl.num_heads, impl.num_kv_heads, impl.head_size)
+    q, k, v = attention_merges.trial_operands(prompt + _DECODE, *heads, live.layers[0].self_attn.attn.dtype, live.inv_freq.device)
+    given = Inputs(q_THD=q, k_THD=k, v_THD=v, prompt=prompt)
+    with _given(live, given) as record, attention_merges.consumed() as merges:
+        scorer.request([head_canary.TOKEN] * prompt, new_tokens=_DECODE + 1)
+    scale = float(impl.scale)
+    merged = attention_merges.diagnose_merges(merges, q, k, scale)
+    if record.lse is None:
+        return None, merged
+    return attention_lse.diagnose(record.lse, attention_lse.exact(q[:prompt], k[:prompt], scale, window=window)), merged
 
 
 def _rows(phase: str, prompt: int) -> slice:
@@ -232,8 +242,8 @@ def _noted(record: _Record, prompt: int) -> vllm_kernel_calls.Called:
         text = f"{name}({', '.join(f'{k}={_word(kwargs[k])}' for k in _FACTS if k in kwargs)})"
         if text not in kernels.setdefault(phase, []):
             kernels[phase].append(text)
-        if name == _EXPORTS_LSE and phase == "prefill" and record.lse is None:
-            _, record.lse = native(**{**kwargs, "out": torch.empty_like(kwargs["out"]), "return_softmax_lse": True})
+        if phase == "prefill" and record.lse is None:
+            record.lse = vllm_kernel_calls.exported_lse(name, kwargs, native)
 
     return called
 

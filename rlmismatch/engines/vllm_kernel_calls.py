@@ -7,6 +7,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any, Final
 
+import torch
+
 from rlmismatch.pins.hooks import Patch
 from rlmismatch.pins.vllm_live import LiveModel
 
@@ -14,6 +16,7 @@ from rlmismatch.pins.vllm_live import LiveModel
 _KERNELS: Final = ("flash_attn_varlen_func", "unified_attention", "cpu_attention_with_kv_cache")
 
 
+_EXPORTS_LSE: Final = "flash_attn_varlen_func"
 Called = Callable[[str, dict[str, Any], Callable[..., Any]], None]
 
 
@@ -33,6 +36,14 @@ def hooks(impl: Any, called: Called) -> list[Patch]:
         return Patch(target=place, name=name, make=make, pins=(), label=f"kernel {name}")
 
     return [hook(place, name) for place in places for name in _KERNELS if name in vars(place)]
+
+
+def exported_lse(name: str, kwargs: dict[str, Any], native: Callable[..., Any]) -> torch.Tensor | None:
+    """The LSE of one kernel call, [head, token] as FlashAttention has it; the call is made again. None where the kernel exports none."""
+    if name != _EXPORTS_LSE:
+        return None
+    _, lse = native(**{**kwargs, "out": torch.empty_like(kwargs["out"]), "return_softmax_lse": True})
+    return lse  # type: ignore[no-any-return]
 
 
 def fixed_splits(live: LiveModel, splits: int) -> list[Patch]:

@@ -230,6 +230,10 @@ PLANTS: Final[Mapping[str, RolloutPlant]] = {
         what="FLASH_ATTN is asked for and the platform's own runs; the engine asks for it",
         refuse=lambda config, model: None if config.device == "cpu" else "on CUDA vLLM runs what it is asked for, or stops",
     ),
+    "lse_base2": RolloutPlant(
+        what="attention cuts its keys into two splits, and the merge takes their LSE in base 2 for natural",
+        apply=lambda live, config: merge_plants.of_splits(live, merge_plants.base2),
+    ),
     "rope_interleaved": RolloutPlant(
         what="RoPE pairs neighbouring elements", apply=lambda live, config: attention_faults.rope_interleaved(live)
     ),
@@ -309,7 +313,7 @@ PLANTS: Final[Mapping[str, RolloutPlant]] = {
 AT_TP1: Final[Mapping[str, RolloutPlant]] = {
     "merge_arrival_order": RolloutPlant(
         what="attention cuts its keys into two splits and merges the later one first",
-        apply=lambda live, config: merge_plants.of_splits(live),
+        apply=lambda live, config: merge_plants.of_splits(live, merge_plants.arrival),
         says=merge_plants.SAYS_ARRIVAL,
     ),
 }

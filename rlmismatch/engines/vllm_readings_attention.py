@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rlmismatch.contract import Reading, not_applicable, read, unknown
-from rlmismatch.engines import attention_knobs, attention_probe, head_canary, rope_probe, vllm_trials
+from rlmismatch.engines import attention_knobs, attention_merges, attention_probe, head_canary, rope_probe, vllm_trials
 from rlmismatch.engines.vllm_paged import CacheTrial
 from rlmismatch.engines.vllm_site import (
     Fields,
@@ -37,7 +37,7 @@ def attention_readings(site: Site) -> dict[str, Fields]:
         "attention.rope": rope,
         "attention.layout": _attention_layout(site),
         "attention.paged_kv": _paged_kv(site),
-        "attention.lse": fill("lse_export lse_domain lse_base lse_shape masked_row", not_applicable(_no_merge(site))),
+        "attention.lse": attention_merges.fields(site.trial.merged, _no_merge(site), "trial: the merge of KV splits inside attention"),
         "attention.merge_order": _merges(site),
         "attention.precision": attention_knobs.held_precision(site.config, _attention_precision(site)),
         "attention.backend_reuse": attention_knobs.capability_readings(site.config, site.live.inv_freq.device),
@@ -60,6 +60,9 @@ def _no_merge(site: Site) -> str:
     """Why no LSE convention of the rollout's can matter: one pass over the keys, or a fold that stays inside the kernel."""
     found = site.trial.lse
     exported = "exports none" if found is None else f"exports one in base {found.base}, {found.shape}"
+    merged = site.trial.merged
+    if merged is not None:
+        return f"CP1: only attention itself merges, by an LSE of slope {merged.slope:.4f} over float64 (the kernel {exported})"
     return f"CP1: no merge consumes an LSE (the kernel {exported})"
 
 

@@ -672,6 +672,21 @@ CASES: Final[tuple[Case, ...]] = (
         says="on the trainer and order of arrival on the rollout",
     ),
     Case(
+        plant="lse_base2",
+        side="trainer",
+        word="CONTRACT",
+        axis="attention.lse",
+        says="lse_base was declared otherwise than the engine says: trainer 2",
+        options=_CP2,
+    ),
+    Case(
+        plant="lse_base2",
+        side="rollout",
+        word="CONTRACT",
+        axis="attention.lse",
+        says="lse_base is",
+    ),
+    Case(
         plant="dk_scaled",
         side="trainer",
         word="DEFECT",
