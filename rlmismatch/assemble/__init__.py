@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from rlmismatch import attribution, axes, verdict
 from rlmismatch.arms import COMPILE, NATIVE
-from rlmismatch.assemble import attention, attention_trainer, compilation, flips, gemm, gradients, head, logprob, rows
+from rlmismatch.assemble import attention, attention_lse, attention_trainer, compilation, flips, gemm, gradients, head, logprob, rows
 from rlmismatch.assemble.defects import defects, over_limit
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.axes.base import Axis
@@ -38,6 +38,7 @@ _MEASURES: Final = (
     gemm.measures,
     gradients.measures,
     attention.measures,
+    attention_lse.measures,
     attention_trainer.measures,
     logprob.measures,
     compilation.measures,

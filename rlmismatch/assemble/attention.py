@@ -61,7 +61,7 @@ def _window(evidence: Evidence, side: SideName) -> Iterator[Hint]:
 
 def measures(evidence: Evidence, book: ScoreBook) -> tuple[MeasureRow, ...]:
     """Rows of materialization, rope, layout and paged_kv; none without the arms of ``rlmismatch attention``."""
-    return (*_forms(book), *_rope(book), *_heads(evidence), *_pages(evidence, book), *_lse(evidence))
+    return (*_forms(book), *_rope(book), *_heads(evidence), *_pages(evidence, book))
 
 
 def _forms(book: ScoreBook) -> Iterator[MeasureRow]:
@@ -110,16 +110,6 @@ def _heads(evidence: Evidence) -> Iterator[MeasureRow]:
                 unit="heads",
                 note=reading.source,
             )
-
-
-def _lse(evidence: Evidence) -> Iterator[MeasureRow]:
-    """Of the rollout's kernel, where it exports one; a base error has the slope 1.44."""
-    rollout = evidence.side("rollout")
-    found = rollout.provenance.get("attention_lse") if rollout else None
-    if found:
-        note = f"base {found['base']}, {found['shape']}, largest difference {found['worst_nats']:.3g} nats"
-        what = "exported LSE, its slope over the float64 one"
-        yield MeasureRow(axis="attention.lse", side="rollout", what=what, value=found["slope"], unit="", note=note)
 
 
 _PAGE_PAIRS: Final = (

@@ -270,7 +270,8 @@ ATTENTION: Final[tuple[Axis, ...]] = (
         trap='applies only where a merge consumes it; otherwise "not applicable", which is not "unknown"',
         hint="export the attention LSE in natural log as [head, token] where a merge consumes it",
         plants=(Plant(id="lse_base2", verdict="contract", what="one side's LSE is in base 2", built=True),),
-        built="contract_only",
+        measured=True,
+        built="complete",
     ),
     Axis(
         id="attention.merge_order",

@@ -14,6 +14,7 @@ import torch
 from rlmismatch import attention_policies
 from rlmismatch.contract import read
 from rlmismatch.engines.attention_capture import Seen, joined, layers_kept, try_candidates
+from rlmismatch.engines.attention_exports import exported
 from rlmismatch.engines.attention_knobs import BACKWARD
 from rlmismatch.engines.megatron_evidence import Fields, by_table, dtype_of, forward_only
 from rlmismatch.engines.megatron_model import causal_mask
@@ -62,7 +63,10 @@ def probe(engine: MegatronEngine, seen: Seen) -> tuple[dict[str, torch.Tensor], 
     if engine.cp.size == 1:
         for layer in layers_kept(engine.model.num_layers):
             out |= _backward(engine, seen, layer)
-    tried, notes = try_candidates(engine.config, seen, rank=engine.tp.rank, scale=engine.ops.shape.softmax_scale)
+    scale = engine.ops.shape.softmax_scale
+    if engine.cp.size == 1:
+        out |= exported(seen.tensors, num_layers=engine.model.num_layers, scale=scale, impl=engine.config.impl, tp=engine.tp)
+    tried, notes = try_candidates(engine.config, seen, rank=engine.tp.rank, scale=scale)
     return {**out, **tried, "window": torch.tensor(engine.model.sliding_window or 0)}, notes
 
 

@@ -93,6 +93,9 @@ def test_every_axis_has_its_row_and_nothing_moves_with_forms_and_pages(name: str
     (survived,) = [m for m in pages if m["unit"] == "tokens"]
     assert survived["value"] == 64  # vLLM keeps a prefix over a weight update, until it is told to reset
     assert {m["value"] for m in of(done, "measures", axis="attention.layout")} == {0.0}
+    exported = of(done, "measures", axis="attention.lse")
+    assert [m["value"] is None for m in exported] == [True, False, False] * 2  # on CPUs no engine's kernel exports one
+    assert all(0 < m["value"] < 1e-3 for m in exported if m["value"] is not None)
     turned = of(done, "measures", axis="attention.rope")
     assert len(turned) == 4
     assert all(0 < m["value"] < 10 for m in turned)  # native cos and sin are rounded to bfloat16
