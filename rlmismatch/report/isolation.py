@@ -191,13 +191,9 @@ def _every_axis(report: Report) -> Section:
     )
     ratios = sorted({a.ratio for a in report.axes if a.ratio})
     note = f"{ALONE_LAST}; both speak of {', '.join(ratios)}" if ratios else ALONE_LAST
-    reasons: dict[str, list[str]] = defaultdict(list)
-    for a in report.axes:
-        if a.why:
-            reasons[a.why].append(a.axis)
     blocks: list[Block] = [Table(columns=columns, rows=rows), Lines(lines=(cell(note, "dim"),))]
-    if reasons:
-        blocks.append(Pairs(pairs=tuple((why, cell(", ".join(names), "dim")) for why, names in reasons.items())))
+    if reasons := tuple((a.axis, cell(a.why, "dim")) for a in report.axes if a.why):
+        blocks.append(Pairs(pairs=reasons))
     numbers = sum((a.local, a.alone, a.last) != (None, None, None) or a.status == "measured" for a in report.axes)
     return Section(title="Axes", note=f"{numbers} of {len(report.axes)} have numbers in this run", blocks=tuple(blocks))
 
