@@ -85,14 +85,18 @@ def run(
     *options: str,
     out: Path,
     torchrun: int | None = None,
+    python: str | None = None,
     env: Mapping[str, str] | None = None,
     meanwhile: Meanwhile | None = None,
     timeout: float = 600,
 ) -> Done:
-    """Run ``rlmismatch NAME OPTIONS --out OUT --json``. `meanwhile` is called once the process has started (to kill something, say)."""
-    return run_argv(
-        command(name, *options, "--out", str(out), "--json", torchrun=torchrun), out=out, env=env, meanwhile=meanwhile, timeout=timeout
-    )
+    """Run ``rlmismatch NAME OPTIONS --out OUT --json``, both sides' workers by `python` if given.
+
+    `meanwhile` is called once the process has started (to kill something, say).
+    """
+    by = ("--trainer-python", python, "--rollout-python", python) if python else ()
+    argv = command(name, *options, *by, "--out", str(out), "--json", torchrun=torchrun)
+    return run_argv(argv, out=out, env=env, meanwhile=meanwhile, timeout=timeout)
 
 
 def run_argv(

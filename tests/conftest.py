@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.engine_runs import ENGINE_LOG, EngineRuns, count
+from tests.preloaded import preloaded_python
 
 _LOG = pytest.StashKey[Path]()
 
@@ -65,3 +66,10 @@ def engine_run_log() -> Callable[[str, str, int], None]:
             file.write(f"{side} {engine} {rank}\n")
 
     return log
+
+
+@pytest.fixture(scope="session")
+def preloaded() -> Iterator[str]:
+    """For ``--trainer-python`` and ``--rollout-python``: a Python whose workers have their engine imported when they start."""
+    with preloaded_python() as python:
+        yield python

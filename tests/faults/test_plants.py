@@ -38,18 +38,20 @@ def test_the_document_is_current() -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Future[Done]]]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, preloaded: str) -> Iterator[Mapping[str, Future[Done]]]:
     """The selected cases, started; each is awaited by its own test."""
     folder = tmp_path_factory.mktemp("plants")
     chosen = selected(request, "case")
     cases = {
-        c.key: functools.partial(run, "probe", *c.command, out=folder / c.key.replace(" ", "-"), torchrun=c.torchrun)
+        c.key: functools.partial(
+            run, "probe", *c.command, out=folder / c.key.replace(" ", "-"), torchrun=c.torchrun, python=None if c.torchrun else preloaded
+        )
         for c in CASES
         if c.key in chosen
     }
     for name, plants in OTHERS.items():
         if name in chosen:
-            cases[name] = functools.partial(run, "probe", "--ckpt", TINY, *MASK, *QUICK, *plants, out=folder / name)
+            cases[name] = functools.partial(run, "probe", "--ckpt", TINY, *MASK, *QUICK, *plants, out=folder / name, python=preloaded)
     with side_by_side(cases) as started:
         yield started
 
