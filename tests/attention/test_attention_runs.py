@@ -43,14 +43,13 @@ RUNS: Mapping[str, tuple[str, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Future[Done]]]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, preloaded: str) -> Iterator[Mapping[str, Future[Done]]]:
     folder, chosen = tmp_path_factory.mktemp("attention"), selected(request, "name")
     tokens = folder / "rollout.jsonl"
     tokens.write_text("".join(json.dumps(row) + "\n" for row in ROLLOUT))
+    given = ("--rollout", str(tokens), *MASK, *QUICK[:2])
     jobs = {
-        name: functools.partial(
-            run, "attention", "--ckpt", ckpt, "--rollout", str(tokens), *MASK, *QUICK[:2], *options, out=folder / f"run{i}"
-        )
+        name: functools.partial(run, "attention", "--ckpt", ckpt, *given, *options, out=folder / f"run{i}", python=preloaded)
         for i, (name, (ckpt, *options)) in enumerate(RUNS.items())
         if name in chosen
     }

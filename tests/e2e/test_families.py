@@ -33,11 +33,11 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Future[Done]]]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, preloaded: str) -> Iterator[Mapping[str, Future[Done]]]:
     """The selected runs, started; each is awaited by its own test."""
     folder, chosen = tmp_path_factory.mktemp("families"), selected(request, "name")
     cases = {
-        key: functools.partial(run, command, *options, out=folder / key.replace(", ", "-"))
+        key: functools.partial(run, command, *options, out=folder / key.replace(", ", "-"), python=preloaded)
         for key, (command, options) in RUNS.items()
         if key in chosen
     }

@@ -24,10 +24,11 @@ pytestmark = pytest.mark.engines
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Future[Done]]]:
+def runs(tmp_path_factory: pytest.TempPathFactory, preloaded: str) -> Iterator[Mapping[str, Future[Done]]]:
     folder = tmp_path_factory.mktemp("gemm")
     jobs = {
-        name: functools.partial(run, "gemm", *MASK, *QUICK, *options, out=folder / name.replace(" ", "-")) for name, options in RUNS.items()
+        name: functools.partial(run, "gemm", *MASK, *QUICK, *options, out=folder / name.replace(" ", "-"), python=preloaded)
+        for name, options in RUNS.items()
     }
     with side_by_side(jobs) as started:
         yield started

@@ -27,10 +27,12 @@ pytestmark = pytest.mark.engines
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Future[Done]]]:
+def runs(tmp_path_factory: pytest.TempPathFactory, preloaded: str) -> Iterator[Mapping[str, Future[Done]]]:
     folder = tmp_path_factory.mktemp("logprob")
     jobs = {
-        name: functools.partial(run, "logprob", "--ckpt", TINY, *TP2, *QUICK, *options, out=folder / name.replace(" ", "-"))
+        name: functools.partial(
+            run, "logprob", "--ckpt", TINY, *TP2, *QUICK, *options, out=folder / name.replace(" ", "-"), python=preloaded
+        )
         for name, options in RUNS.items()
     }
     with side_by_side(jobs) as started:
