@@ -8,7 +8,19 @@ from typing import Any, Final
 
 from rlmismatch import attribution, axes, verdict
 from rlmismatch.arms import COMPILE, NATIVE
-from rlmismatch.assemble import attention, attention_lse, attention_trainer, compilation, flips, gemm, gradients, head, logprob, rows
+from rlmismatch.assemble import (
+    attention,
+    attention_lse,
+    attention_ran,
+    attention_trainer,
+    compilation,
+    flips,
+    gemm,
+    gradients,
+    head,
+    logprob,
+    rows,
+)
 from rlmismatch.assemble.defects import defects, over_limit
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.axes.base import Axis
@@ -114,6 +126,7 @@ def report(folder: Path, *, budget: Sequence[str] = (), fail_on: str | None = No
         gradients=None if void else gradients.info(evidence, book),
         replay=() if void else gemm.replay(book),
         collectives=() if void else gemm.collectives(book),
+        attention_ran=attention_ran.rows(evidence) if any(axis.id == "attention.provenance" for axis in _asked(evidence, wanted)) else (),
         ratios=(*ratios, *_oracle_ratios(errors, evidence, book, void=void)),
         floors=floors,
         oracle=tuple(_oracle_row(side, error) for side, error in errors.items()),
@@ -128,6 +141,11 @@ def report(folder: Path, *, budget: Sequence[str] = (), fail_on: str | None = No
         reproduce=evidence.run["command_line"],
         notes=_notes(evidence, book),
     )
+
+
+def _asked(evidence: Evidence, wanted: Sequence[Axis]) -> Sequence[Axis]:
+    """The axes that a person asked for: those of a family's command, or by name."""
+    return wanted if evidence.settings.command != "probe" or evidence.settings.axis else ()
 
 
 def _spoken_of(measured: Iterable[MeasureRow], wanted: Sequence[Axis]) -> tuple[MeasureRow, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -25,6 +26,7 @@ from rlmismatch.engines import (
     gradient_knobs,
     logprob_knobs,
     megatron_attention,
+    megatron_attention_trial,
     megatron_cp,
     megatron_gemm_probe,
     megatron_gradients,
@@ -34,10 +36,12 @@ from rlmismatch.engines import (
     megatron_probe,
     megatron_provenance,
     megatron_readings,
+    megatron_readings_attention,
     megatron_sums,
     megatron_weights,
     megatron_wgrad,
 )
+from rlmismatch.engines.megatron_attention_trial import AttentionTrial
 from rlmismatch.engines.megatron_knobs import TrainerKnobs
 from rlmismatch.engines.protocol import Arm, ArmResult, SideConfig
 from rlmismatch.errors import UsageError
@@ -175,6 +179,11 @@ class MegatronEngine:
         readings = megatron_readings.read_all(self)
         megatron_plants.overridden(readings, self.plants)
         return readings
+
+    @functools.cached_property
+    def attention_trial(self) -> AttentionTrial:
+        """What the live attention was found to do, once a load: plants are in by then. Collective."""
+        return megatron_attention_trial.ask(self, window=megatron_readings_attention.live_window(self))
 
     def weight_digests(self) -> Mapping[str, str]:
         """Logical name -> digest of the live tensor, un-sharded, un-fused, without padding; and ``tied``. Complete on rank 0."""

@@ -27,18 +27,20 @@ class AttentionTrial:
     reaches_window: bool
     rotation: Rotation
     heads: tuple[list[int] | None, ...]
+    calls: tuple[int, ...]  # of each layer's core attention in one forward
 
 
 def ask(engine: MegatronEngine, *, window: int) -> AttentionTrial:
     """Run the trials. window: the longest one that is set. Collective."""
     longest = min(engine.config.max_model_len, engine.model.max_positions)
     tokens, reaches = attention_probe.trial_tokens(window, longest)
-    heads, shape = _heads(engine)
+    heads, shape, calls = _heads(engine)
     return AttentionTrial(
         operators=tuple(_operator(engine, layer.self_attention, tokens, shape) for layer in engine.gpt.decoder.layers),
         reaches_window=reaches,
         rotation=_rotation(engine),
         heads=heads,
+        calls=calls,
     )
 
 
@@ -112,12 +114,16 @@ def _rotation(engine: MegatronEngine) -> Rotation:
     return rope_probe.read_rotation(cp.whole(out[:, 0].contiguous()), inv_freq)
 
 
-def _heads(engine: MegatronEngine) -> tuple[tuple[list[int] | None, ...], tuple[int, int]]:
-    """The checkpoint heads of the first layer by (q, k, v), before RoPE; and this rank's query and key/value heads at its attention."""
+def _heads(engine: MegatronEngine) -> tuple[tuple[list[int] | None, ...], tuple[int, int], tuple[int, ...]]:
+    """The checkpoint heads of the first layer by (q, k, v), before RoPE; this rank's query and key/value heads at its attention; and how
+    often each layer's attention was called in that forward.
+    """
     from megatron.core.transformer import attention as megatron_attention
 
     before_rope: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
+    cores = [layer.self_attention.core_attention for layer in engine.gpt.decoder.layers]
+    calls = [0] * len(cores)
 
     def rotated(native: Callable[..., Any]) -> Callable[..., Any]:
         def apply(t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -126,17 +132,20 @@ def _heads(engine: MegatronEngine) -> tuple[tuple[list[int] | None, ...], tuple[
 
         return apply
 
-    def attend(native: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            values.append(value[0, 0].clone())
-            return native(query, key, value, *args, **kwargs)
+    def attend(index: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def make(native: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                calls[index] += 1
+                values.append(value[0, 0].clone())
+                return native(query, key, value, *args, **kwargs)
 
-        return forward
+            return forward
 
-    core = engine.gpt.decoder.layers[0].self_attention.core_attention
+        return make
+
     hooks = [
         Patch(target=megatron_attention, name="apply_rotary_pos_emb", make=rotated, pins=(), label="trial: heads"),
-        Patch(target=core, name="forward", make=attend, pins=(), label="trial: heads"),
+        *(Patch(target=core, name="forward", make=attend(i), pins=(), label="trial: heads") for i, core in enumerate(cores)),
     ]
     with installed(hooks):
         engine.forward([head_canary.TOKEN] * 2, labels=None)
@@ -144,4 +153,4 @@ def _heads(engine: MegatronEngine) -> tuple[tuple[list[int] | None, ...], tuple[
     first = [engine.cp.ranks.gathered(x.contiguous())[0] for x in (*before_rope[:2], values[0])]
     known = head_canary.of_checkpoint(engine.checkpoint)
     whole = [torch.cat(engine.tp.gathered(x.contiguous())) for x in first]
-    return tuple(head_canary.named(x, k) for x, k in zip(whole, known, strict=True)), (len(first[0]), len(first[1]))
+    return tuple(head_canary.named(x, k) for x, k in zip(whole, known, strict=True)), (len(first[0]), len(first[1])), tuple(calls)

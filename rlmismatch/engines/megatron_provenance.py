@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
-from rlmismatch.engines import attention_knobs
+from rlmismatch.engines import attention_knobs, attention_ran, megatron_trials
+from rlmismatch.engines.attention_ran import Ran
 from rlmismatch.engines.megatron_evidence import core_version, dtype_of
+from rlmismatch.engines.megatron_readings_attention import scores_module
 
 if TYPE_CHECKING:
     from rlmismatch.engines.megatron import MegatronEngine
@@ -79,9 +81,19 @@ def provenance(engine: MegatronEngine) -> dict[str, Any]:
         "config": {name: getattr(config, name) for name in _SWITCHES},
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "env": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+        "attention_ran": _attention_ran(engine),
         "attention_candidates": attention_knobs.candidate_facts(engine.config),
         "plants": {name: plant.what for name, plant in engine.plants.items()},
     }
+
+
+def _attention_ran(engine: MegatronEngine) -> list[dict[str, Any]]:
+    trial = engine.attention_trial
+    backend = str(megatron_trials.attention_backend(engine).value)
+    ran = [Ran(backend=backend, kernel="", calls=calls) for calls in trial.calls]
+    attention = engine.gpt.decoder.layers[0].self_attention
+    scale = float(scores_module(engine, attention.core_attention).softmax_scale)
+    return attention_ran.rows("forward", ran, trial.operators, scale=scale, kv_dtype=dtype_of(attention.linear_qkv.weight))
 
 
 def _nccl() -> str:

@@ -22,7 +22,7 @@ _POW_ERROR: Final = 2.0**-21  # relative; four units in the last place of float3
 
 def attention_readings(engine: MegatronEngine) -> dict[str, Fields]:
     """axis id -> field -> reading. Collective: a short trial runs on all ranks."""
-    found = megatron_attention_trial.ask(engine, window=_window(engine))
+    found = engine.attention_trial
     rope = _rope(engine, found)
     return {
         "attention.provenance": _attention_provenance(engine, rope, found),
@@ -54,7 +54,7 @@ def _attention_provenance(engine: MegatronEngine, rope: Fields, found: Attention
             found.operators,
             scale=float(torch.tensor(scale, dtype=torch.float32)),
             soft_cap=0.0,
-            window=_window(engine),
+            window=live_window(engine),
             reaches_window=found.reaches_window,
             source=_OPERATOR_TRIAL,
         ),
@@ -81,7 +81,7 @@ def _fallback(engine: MegatronEngine, requested: str) -> Reading:
     return read(f"{requested} was asked for; transformer_engine ran {ran.value}", ran.source)
 
 
-def _window(engine: MegatronEngine) -> int:
+def live_window(engine: MegatronEngine) -> int:
     """Tokens in the window that is set, the current one included; Megatron's pair leaves the current one out. 0: none."""
     size = engine.gpt.config.window_size
     if engine.config.trainer_spec == "local" and engine.cp.size == 1:

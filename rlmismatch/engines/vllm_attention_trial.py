@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -32,7 +33,8 @@ class AttentionTrial:
     """What the live rollout was found to do, on this rank.
 
     prefill, decode: one operator a layer. reaches_window: whether the engine's longest sequence is beyond the window that is set.
-    kernels: phase -> the kernel calls seen in it, each with the arguments that tell them apart. kv_splits: the number of KV splits that
+    kernels: phase -> the kernel calls seen in it, each with the arguments that tell them apart. ran: phase -> of each layer how often which
+    kernel was called in one trial of a prefill and two decode steps. kv_splits: the number of KV splits that
     they were called with, ``auto`` where the kernel chooses, None where it is not known. heads: checkpoint heads by (q, k, v).
     """
 
@@ -40,6 +42,7 @@ class AttentionTrial:
     decode: tuple[Operator, ...]
     reaches_window: bool
     kernels: dict[str, list[str]]
+    ran: dict[str, list[Counter[str]]]
     kv_splits: str | None
     rotation: Rotation
     positions_passed: list[int]  # what the engine handed to its rotary embedding, prefill and decode steps in one row
@@ -54,6 +57,8 @@ class _Record:
 
     rows: list[list[torch.Tensor]]
     kernels: dict[str, list[str]] = field(default_factory=dict)
+    running: int = 0  # the layer whose implementation runs
+    ran: dict[str, list[Counter[str]]] = field(default_factory=dict)
     lse: torch.Tensor | None = None  # of the first prefill call, where its kernel exports one
 
 
@@ -63,6 +68,7 @@ def ask(live: LiveModel, scorer: Scorer, checkpoint: Checkpoint, *, window: int,
     outs: dict[Setup, list[torch.Tensor]] = {}
     given: dict[Setup, Inputs] = {}
     kernels: dict[str, list[str]] = {}
+    ran: dict[str, list[Counter[str]]] = {}
     first = live.layers[0].self_attn.attn
     prompts: dict[Setup, int] = {"mask": prompt, "scores": attention_probe.SCORE_TOKENS}
     for setup in attention_probe.SETUPS:
@@ -80,7 +86,7 @@ def ask(live: LiveModel, scorer: Scorer, checkpoint: Checkpoint, *, window: int,
         with _given(live, given[setup]) as record:
             scorer.request([head_canary.TOKEN] * prompts[setup], new_tokens=_DECODE + 1)
         outs[setup] = [torch.cat(rows) for rows in record.rows]
-        kernels = kernels or record.kernels
+        kernels, ran = kernels or record.kernels, ran or record.ran
     lse, merged = _lse(live, scorer, min(attention_merges.TOKENS, longest - _DECODE), window or None)
     read = {
         phase: tuple(
@@ -102,6 +108,7 @@ def ask(live: LiveModel, scorer: Scorer, checkpoint: Checkpoint, *, window: int,
         decode=read["decode"],
         reaches_window=reaches,
         kernels=kernels,
+        ran=ran,
         kv_splits=_kv_splits(kernels),
         rotation=rotation(live),
         positions_passed=positions,
@@ -194,12 +201,12 @@ def _given(live: LiveModel, inputs: Inputs) -> Iterator[_Record]:
     record = _Record(rows=[[] for _ in live.layers])
     patches: list[Patch] = []
     for i, attn in enumerate(layer.self_attn.attn for layer in live.layers):
-        patches += _substituted(attn.impl, inputs, record.rows[i])
+        patches += _substituted(attn.impl, inputs, record, i)
     with installed([*patches, *vllm_kernel_calls.hooks(live.layers[0].self_attn.attn.impl, _noted(record, inputs.prompt))]):
         yield record
 
 
-def _substituted(impl: Any, inputs: Inputs, rows: list[torch.Tensor]) -> list[Patch]:
+def _substituted(impl: Any, inputs: Inputs, record: _Record, index: int) -> list[Patch]:
     written = read = 0
 
     def update(native: Callable[..., Any]) -> Callable[..., Any]:
@@ -219,9 +226,10 @@ def _substituted(impl: Any, inputs: Inputs, rows: list[torch.Tensor]) -> list[Pa
             nonlocal read
             here = slice(read, read + len(query))
             read += len(query)
+            record.running = index
             q, k, v = (x[here] for x in (inputs.q_THD, inputs.k_THD, inputs.v_THD))
             out = native(layer, q.view_as(query), k.view_as(key), v.view_as(value), kv_cache, metadata, output, *args, **kwargs)
-            rows.append(output.view_as(q).clone())
+            record.rows[index].append(output.view_as(q).clone())
             return out
 
         return forward
@@ -239,6 +247,7 @@ def _noted(record: _Record, prompt: int) -> vllm_kernel_calls.Called:
     def called(name: str, kwargs: dict[str, Any], native: Callable[..., Any]) -> None:
         query = kwargs.get("q", kwargs.get("query"))
         phase = "prefill" if query is None or len(query) >= prompt else "decode"
+        record.ran.setdefault(phase, [Counter() for _ in record.rows])[record.running][name] += 1
         text = f"{name}({', '.join(f'{k}={_word(kwargs[k])}' for k in _FACTS if k in kwargs)})"
         if text not in kernels.setdefault(phase, []):
             kernels[phase].append(text)

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import Any
 
 import torch
 
-from rlmismatch.engines import attention_knobs
-from rlmismatch.engines.vllm_site import Site, attention_backends, block_size, dtype_name, forward_method, gemm_library, is_eager, version
+from rlmismatch.engines import attention_knobs, attention_ran
+from rlmismatch.engines.attention_ran import Ran
+from rlmismatch.engines.vllm_site import (
+    Site,
+    attention_backends,
+    backend_of,
+    block_size,
+    dtype_name,
+    forward_method,
+    gemm_library,
+    is_eager,
+    version,
+)
 
 
 def provenance(site: Site) -> dict[str, Any]:
@@ -60,6 +72,7 @@ def provenance(site: Site) -> dict[str, Any]:
         "norm_method": forward_method(layer.input_layernorm),
         "gemm": gemm_library(site),
         "attention_kernels": site.trial.kernels,
+        "attention_ran": _attention_ran(site),
         "attention_lse": None if site.trial.lse is None else site.trial.lse.to_json(),
         "attention_backends": sorted(attention_backends(site)),
         "communicator": None if communicator is None else type(communicator).__name__,
@@ -84,3 +97,15 @@ def provenance(site: Site) -> dict[str, Any]:
         "attention_candidates": attention_knobs.candidate_facts(site.config),
         "plants": dict(site.plants),
     }
+
+
+def _attention_ran(site: Site) -> list[dict[str, Any]]:
+    """A layer whose kernel was not seen (in captured graphs, or one that is not known) has 0 calls."""
+    out: list[dict[str, Any]] = []
+    backends = [backend_of(layer.self_attn.attn) for layer in site.live.layers]
+    kv_dtype = dtype_name(site.attention.attn.kv_cache)
+    for phase, operators in (("prefill", site.trial.prefill), ("decode", site.trial.decode)):
+        seen = site.trial.ran.get(phase, [Counter[str]() for _ in backends])
+        ran = [Ran(backend=b, kernel=", ".join(calls), calls=calls.total()) for b, calls in zip(backends, seen, strict=True)]
+        out += attention_ran.rows(phase, ran, operators, scale=float(site.attention.attn.impl.scale), kv_dtype=kv_dtype)
+    return out

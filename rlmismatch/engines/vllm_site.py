@@ -64,12 +64,14 @@ class Site:
 
 
 def attention_backends(site: Site) -> set[str]:
-    out = set()
-    for attn in (layer.self_attn.attn for layer in site.live.layers):
-        detail = getattr(attn, "isa", None) or getattr(attn.impl, "vllm_flash_attn_version", None)
-        name = attn.attn_backend.get_name()
-        out.add(f"{name} ({detail})" if detail else name)
-    return out
+    return {backend_of(layer.self_attn.attn) for layer in site.live.layers}
+
+
+def backend_of(attn: Any) -> str:
+    """The backend of one attention layer, with the instruction set or the version that it chose."""
+    detail = getattr(attn, "isa", None) or getattr(attn.impl, "vllm_flash_attn_version", None)
+    name = str(attn.attn_backend.get_name())
+    return f"{name} ({detail})" if detail else name
 
 
 def collective_engine(site: Site) -> str:

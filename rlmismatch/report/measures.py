@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from rlmismatch.drift.model import BudgetLine, Drift, Interval, TokenDrift
-from rlmismatch.report import gradients, isolation, replay
+from rlmismatch.report import attention, gradients, isolation, replay
 from rlmismatch.report.blocks import Block, Cell, Column, Item, Items, Pairs, Section, Table, cell
 from rlmismatch.report.cells import NATS, nats, numeric, unequal
 from rlmismatch.report.model import Report
@@ -31,6 +31,7 @@ def sections(report: Report, *, verbose: bool) -> list[Section]:
         _measures(report, verbose),
         replay.products(report.replay, ascending={s.side for s in report.header.sides if s.impl == "triton"}, verbose=verbose),
         replay.collectives(report.collectives, verbose=verbose),
+        attention.ran(report.attention_ran, verbose=verbose),
         _oracle(report),
         _floors(report),
         _worst(report, verbose),

@@ -214,6 +214,26 @@ class CollectiveRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionRanRow:
+    """Which attention ran in one layer and phase of a side, and what a trial found that it computes (None: nothing that is known)."""
+
+    side: str
+    layer: int
+    phase: str  # prefill | decode; the trainer has a forward only
+    requested: str
+    backend: str
+    kernel: str  # the function that was called, where it has a name of its own
+    calls: int
+    mask: str | None
+    window: int | None  # tokens, the current one included; 0: none
+    scale: float | None
+    soft_cap: float | None  # 0: none
+    sink: float | None  # the largest logit; None: no sink
+    kv_dtype: str
+    fallback_reason: str  # why another backend ran than was asked for; "" where none did
+
+
+@dataclass(frozen=True, kw_only=True)
 class RatioRow:
     """The drift of one pair of score sets: ``trainer/prefill``, ``prefill/decode``, ``decode/recorded``, ``trainer/oracle``..."""
 
@@ -355,6 +375,7 @@ class Report:
     gradients: GradientInfo | None = None
     replay: tuple[ReplayRow, ...] = ()
     collectives: tuple[CollectiveRow, ...] = ()
+    attention_ran: tuple[AttentionRanRow, ...] = ()
     ratios: tuple[RatioRow, ...] = ()
     floors: tuple[FloorRow, ...] = ()
     oracle: tuple[OracleRow, ...] = ()

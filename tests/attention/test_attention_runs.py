@@ -95,6 +95,15 @@ def test_every_axis_has_its_row_and_nothing_moves_with_forms_and_pages(name: str
     exported = of(done, "measures", axis="attention.lse")
     assert [m["value"] is None for m in exported] == [True, False, False] * 2  # on CPUs no engine's kernel exports one
     assert all(0 < m["value"] < 1e-3 for m in exported if m["value"] is not None)
+    seen = [(r["side"], r["layer"], r["phase"], r["calls"]) for r in done.report["attention_ran"]]
+    assert seen == [
+        *(("trainer", layer, "forward", 1) for layer in range(2)),
+        *(("rollout", layer, "prefill", 1) for layer in range(2)),
+        *(("rollout", layer, "decode", 2) for layer in range(2)),
+    ]
+    assert {(r["mask"], r["window"], r["soft_cap"], r["sink"], r["kv_dtype"]) for r in done.report["attention_ran"]} == {
+        ("causal", 0, 0.0, None, "bfloat16")
+    }
     turned = of(done, "measures", axis="attention.rope")
     assert len(turned) == 4
     assert all(0 < m["value"] < 10 for m in turned)  # native cos and sin are rounded to bfloat16
