@@ -13,6 +13,7 @@ from typing import Any, Final
 from rlmismatch import axes, capture, contract, tokens
 from rlmismatch.arms import base_pins
 from rlmismatch.axes.base import Axis, Setup
+from rlmismatch.contract import Evidence as Known
 from rlmismatch.contract import FieldComparison, Reading, Tier, read, unknown
 from rlmismatch.engines.protocol import ArmResult, SideConfig, SideName
 from rlmismatch.errors import EnvironmentUnfitError
@@ -134,6 +135,8 @@ class Evidence:
             readings = {axis: dict(fields) for axis, fields in side.readings.items()} if side else {}
             if side:
                 readings["model.weights"] = {**readings.get("model.weights", {}), **_weight_readings(side)}
+                if "forward_reduce" in self.base_pins:
+                    readings["gemm.forward_reduce"] = _held_sum(readings.get("gemm.forward_reduce", {}), side.config)
             sides[name], against = contract.declare(readings, declared[name])
             contradictions.update(against)
         contradictions.update(axes.unreported_fallbacks(sides["trainer"], sides["rollout"]))
@@ -209,6 +212,16 @@ class Evidence:
             if owners and pin not in self.base_pins and not all(a.structural_zero(setup) for a in owners):
                 live.append(pin)
         return tuple(live)
+
+
+def _held_sum(fields: Mapping[str, Reading], config: SideConfig) -> dict[str, Reading]:
+    """gemm.forward_reduce where a knob has the pin in every arm: what the engine does by itself is not what runs. Knobs tell if it did."""
+    source = "the pin forward_reduce, held by a knob in every arm"
+    # One addition of two, rounded once, is one number whether float32 or float64 holds it.
+    dtype = "float32" if config.tp == 2 or config.impl == "triton" else "float64"
+    held = {"order": read("rank order, by halves", source), "acc_dtype": read(dtype, source), "engine": read("rank_order", source)}
+    applies = {name: reading for name, reading in held.items() if fields.get(name, Reading()).evidence is not Known.NOT_APPLICABLE}
+    return {**fields, **applies}
 
 
 def _weight_readings(side: SideEvidence) -> dict[str, Reading]:

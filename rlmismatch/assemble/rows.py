@@ -163,7 +163,8 @@ def _gradient_row(axis: Axis, evidence: Evidence, book: ScoreBook, plain: AxisRo
     """The row of an axis of the backward, whose numbers are of gradients and whose pin is no pin of the forward."""
     found = gradients.numbers(book).get(axis.id)
     if found is None:
-        why = "needs `rlmismatch gemm --grads`" if not evidence.settings.grads else "no gradient was taken"
+        needs = "not measured: --grads" if evidence.settings.command == "gemm" else "needs `rlmismatch gemm --grads`"
+        why = "no gradient was taken" if evidence.settings.grads else needs
         return dataclasses.replace(plain, status="not run", why=why)
     held = any(evidence.settings.knobs_of("trainer").get(knob) == values[-1] for knob, values in axis.knobs.items())
     return dataclasses.replace(
@@ -194,9 +195,11 @@ def _contract_word(fields: Sequence[FieldComparison]) -> str:
         (Outcome.UNKNOWN, "unknown"),
         (Outcome.WAIVED, "waived"),
         (Outcome.EQUAL, "equal"),
-        (Outcome.RECORDED, "recorded"),
     )
-    return next((word for outcome, word in order if any(c.outcome is outcome for c in fields)), "not applicable")
+    said = next((word for outcome, word in order if any(c.outcome is outcome for c in fields)), "")
+    # A recorded field that applies to neither side records nothing.
+    recorded = any(c.outcome is Outcome.RECORDED and {c.trainer.evidence, c.rollout.evidence} != {Known.NOT_APPLICABLE} for c in fields)
+    return said or ("recorded" if recorded else "not applicable")
 
 
 def _weakest(fields: Sequence[FieldComparison]) -> str:

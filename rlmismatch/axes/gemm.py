@@ -191,7 +191,10 @@ GEMM: Final[tuple[Axis, ...]] = (
             "replay captured partials through every arm at the training and at the decode row count; an fp32-payload arm separates order"
             " from accumulate dtype"
         ),
-        hint="run both sides at the same TP and add the row-parallel partials in the same order and dtype",
+        hint=(
+            "run both sides at the same TP with --forward-reduce rank_order: one order, one rounding; or accept the difference, which is"
+            " measured, by --waive gemm.forward_reduce:FIELD"
+        ),
         zero={"tp1": "TP1 on both sides: nothing is summed over ranks"},
         plants=(
             Plant(

@@ -226,7 +226,7 @@ LOGPROB: Final[tuple[Axis, ...]] = (
         pin="allgather_partials_fixed_merge",
         pins=("logprob",),
         measure="three arms on one captured fp32 logits tensor, each against float64 (expected about 1e-6)",
-        hint="set --reduce allgather_partials_fixed_merge, which both engines can do",
+        hint="`rlmismatch logprob --reduce allgather_partials_fixed_merge`, which both engines can do; or --waive logprob.reduce:FIELD",
         zero={"tp1": "TP1 on both sides: nothing is merged across ranks"},
         plants=(
             Plant(id="lse_offset_log_tp", verdict="contract", what="the denominator counts every rank's sum TP times over", built=True),
@@ -245,7 +245,10 @@ LOGPROB: Final[tuple[Axis, ...]] = (
         knobs={"logprob.merge_order": ("nccl_algo", "global_vocab_shard_index")},
         pin="global_vocab_shard_index",
         measure="repeat-run bitwise assertion under varied NCCL_ALGO and NCCL_PROTO, each in a fresh process",
-        hint="merge the vocabulary shards by their global index, or fix NCCL_ALGO and NCCL_PROTO on both sides",
+        hint=(
+            "`rlmismatch logprob --reduce allgather_partials_fixed_merge` merges the vocabulary shards by their global index;"
+            " NCCL takes one order with NCCL_ALGO and NCCL_PROTO fixed on both sides"
+        ),
         zero={"tp_le_2": "at most two ranks: one addition, no order"},
         plants=(Plant(id="merge_arrival_order", verdict="contract", what="the shards' partials are merged as they arrive", built=True),),
         measured=True,

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from rlmismatch.contract import not_applicable, read, unknown
 from rlmismatch.engines import (
@@ -43,7 +42,7 @@ def read_all(engine: MegatronEngine) -> dict[str, Fields]:
         "gemm.runtime_flags": megatron_readings_gemm.runtime_flags(engine),
         "gemm.kernel": _gemm_kernel(engine),
         "gemm.dgrad_reduce": gradient_trials.dgrad_reduce(engine),
-        "gemm.forward_reduce": megatron_readings_gemm.replaced_sum(engine, _forward_reduce(engine)),
+        "gemm.forward_reduce": megatron_readings_gemm.forward_reduce(engine),
         "gemm.wgrad_accumulate": gradient_trials.wgrad_accumulate(engine),
         **attention_readings(engine),
         "attention.merge_order": megatron_cp.merge_readings(engine),
@@ -74,20 +73,6 @@ def _gemm_kernel(engine: MegatronEngine) -> Fields:
     return {
         "backend_id": by_table(gemm_library(engine), "tensor_parallel/layers.py"),
         "batch_invariant": read(bool(engine.gpt.config.batch_invariant_mode), "config.batch_invariant_mode"),
-    }
-
-
-def _forward_reduce(engine: MegatronEngine) -> Fields:
-    if engine.tp.size == 1:
-        return fill(not_applicable("TP1: nothing to reduce"), "order", "acc_dtype", "collective", "engine")
-    sp = engine.gpt.decoder.layers[0].self_attention.linear_proj.sequence_parallel
-    two = engine.tp.size == 2
-    many = unknown(f"{dist.get_backend(engine.tp.group)} chooses its algorithm by message size and topology, and reports neither")
-    return {
-        "order": not_applicable("two ranks: one addition, no order") if two else many,
-        "acc_dtype": by_table("float32", "tensor_parallel/mappings.py: two ranks are one addition, rounded once") if two else many,
-        "collective": read("reduce_scatter" if sp else "all_reduce", "linear_proj.sequence_parallel"),
-        "engine": read(dist.get_backend(engine.tp.group), "torch.distributed.get_backend(tp group)"),
     }
 
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlmismatch.contract import Reading, read
-from rlmismatch.engines import gemm_flags, gemm_knobs, megatron_sums
+from rlmismatch.contract import Reading, not_applicable, read
+from rlmismatch.engines import collective_order, gemm_flags, gemm_knobs, megatron_sums
 from rlmismatch.engines.gemm_flags import environment_reading
-from rlmismatch.engines.megatron_evidence import Fields, dtype_of
+from rlmismatch.engines.megatron_evidence import Fields, by_table, dtype_of, fill
 
 if TYPE_CHECKING:
     from rlmismatch.engines.megatron import MegatronEngine
@@ -67,11 +67,29 @@ def _product(linear: torch.nn.Module, weight_NK: torch.Tensor) -> None:
     )
 
 
-def replaced_sum(engine: MegatronEngine, fields: Fields) -> Fields:
-    """`fields` of gemm.forward_reduce where a knob has another sum in the place of Megatron's."""
-    if not megatron_sums.replacements(engine.config, engine.tp):
-        return fields
-    if gemm_knobs.row_sum(engine.config) == "rank_order":
-        return fields | gemm_knobs.rank_order_fields(engine.config, ranks=engine.tp.size)
-    collective = "all_reduce, then this rank's rows" if engine.config.sp else "reduce_scatter and all_gather"
-    return {**fields, "collective": read(collective, "the hook in tensor_parallel.layers")}
+def forward_reduce(engine: MegatronEngine) -> Fields:
+    """How the partials of row-parallel layers become one number. Collective: known operands are summed by what the layers call."""
+    tp, sp = engine.tp, bool(engine.gpt.decoder.layers[0].self_attention.linear_proj.sequence_parallel)
+    if tp.size == 1:
+        return fill(not_applicable("TP1: nothing to reduce"), "order", "acc_dtype", "collective", "engine")
+    replaced = bool(megatron_sums.replacements(engine.config, tp))
+    if replaced and gemm_knobs.row_sum(engine.config) == "rank_order":
+        return gemm_knobs.rank_order_fields(engine.config, ranks=tp.size)
+    native = "reduce_scatter" if sp else "all_reduce"
+    instead = "all_reduce, then this rank's rows" if sp else "reduce_scatter and all_gather"
+    backend = collective_order.backend_of(tp)
+    order, acc_dtype = collective_order.asked(
+        megatron_sums.live(tp, hidden=engine.model.hidden_size, sp=sp),
+        tp,
+        engine.device,
+        f"{backend}'s {instead if replaced else native} behind a row-parallel layer",
+        dtype=getattr(torch, engine.config.dtype),
+        sizes=[rows * tp.size * engine.model.hidden_size for rows in megatron_sums.TRIAL_ROWS],
+        scattered=sp,
+    )
+    return {
+        "order": order,
+        "acc_dtype": collective_order.or_one_addition(acc_dtype, tp, by_table("float32", "tensor_parallel/mappings.py")),
+        "collective": read(instead, "the hook in tensor_parallel.layers") if replaced else read(native, "linear_proj.sequence_parallel"),
+        "engine": read(backend, "torch.distributed.get_backend(tp group)"),
+    }

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, cast
 
-import torch
 import torch.distributed as dist
 
 from rlmismatch.contract import Reading, not_applicable, read, unknown
-from rlmismatch.engines import megatron_trials
-from rlmismatch.engines.collective_order import order_of
+from rlmismatch.engines import collective_order, megatron_trials
 from rlmismatch.engines.logprob_knobs import COLLECTIVES, ORDERS, chain_fields
 from rlmismatch.engines.megatron_evidence import (
     Fields,
@@ -136,11 +134,8 @@ def _merge(engine: MegatronEngine) -> Reading:
     if way.reduce in ORDERS:
         return read(ORDERS[way.reduce], "settings of the loss that is in force")
 
-    def all_reduce(x: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(x, group=tp.group)
-        return x
-
-    return order_of(all_reduce, tp, engine.device, f"{dist.get_backend(tp.group)}'s all_reduce of the tp group")
+    what = f"{collective_order.backend_of(tp)}'s all_reduce of the tp group"
+    return collective_order.asked(collective_order.all_reduce(tp), tp, engine.device, what)[0]
 
 
 def _logprob_reduce(engine: MegatronEngine, offset: Reading, merge: Reading) -> Fields:

@@ -7,7 +7,7 @@ that it replaces.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -18,6 +18,7 @@ from rlmismatch.pins.collectives import TpGroup
 from rlmismatch.pins.hooks import Patch
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
+TRIAL_ROWS: Final = (1, 8, 64)  # of a rank: a backend may choose its algorithm by size, and a decode step's differs from a prefill's
 
 
 def refused(config: SideConfig) -> str:
@@ -42,6 +43,14 @@ def replacements(config: SideConfig, tp: TpGroup) -> list[Patch]:
         return lambda input_, *args, **kwargs: summed(input_.contiguous())
 
     return [Patch(target=layers, name=name, make=make, pins=(), label=f"row-parallel sum by {wanted}")]
+
+
+def live(tp: TpGroup, *, hidden: int, sp: bool) -> Sum:
+    """[N] partials -> their sum by what the row-parallel layers call, N a multiple of `hidden`; this rank's slice of it under SP."""
+    from megatron.core.tensor_parallel import layers
+
+    summed = layers.reduce_scatter_to_sequence_parallel_region if sp else layers.reduce_from_tensor_model_parallel_region
+    return lambda x_N: summed(x_N.view(-1, 1, hidden), group=tp.group).flatten()
 
 
 def _other_collective(tp: TpGroup, *, sp: bool) -> Sum:

@@ -5,8 +5,9 @@ Written for eager mode, where every call goes through the methods hooked here. N
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -111,6 +112,15 @@ class CollectiveLog:
                 sizes = out.setdefault(call.backend, {})
                 sizes[str(call.size_bytes)] = sizes.get(str(call.size_bytes), 0) + count
         return out
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """While it is open, calls are a trial's of ours and no engine's."""
+        before = self.calls.copy()
+        try:
+            yield
+        finally:
+            self.calls = before
 
     def _backends(self) -> list[tuple[Backend, Any]]:
         """Those that the communicator holds. On the CPU `dist_module` may be torch.distributed, whose calls are not all vLLM's."""

@@ -17,7 +17,6 @@ from rlmismatch.engines.vllm_readings_logprob import logprob_readings
 from rlmismatch.engines.vllm_site import (
     Fields,
     Site,
-    collective_engine,
     compile_mode,
     fill,
     forward_method,
@@ -36,7 +35,7 @@ def readings(site: Site) -> dict[str, Fields]:
             "backend_id": read(gemm_library(site), "qkv_proj.quant_method, cpu_linear"),
             "batch_invariant": read(gemm_knobs.vllm_batch_invariant(), "VLLM_BATCH_INVARIANT"),
         },
-        "gemm.forward_reduce": vllm_readings_gemm.replaced_sum(site, _forward_reduce(site)),
+        "gemm.forward_reduce": vllm_readings_gemm.forward_reduce(site),
         "rollout.all_reduce_backend": vllm_readings_gemm.all_reduce_backend(site),
         **attention_readings(site),
         **logprob_readings(site),
@@ -66,22 +65,6 @@ def readings(site: Site) -> dict[str, Fields]:
             "padded_rows": read(0, "no graph is captured") if is_eager(graph) else unknown("graphs pad their rows"),
         },
     }
-
-
-def _forward_reduce(site: Site) -> Fields:
-    tp = site.tp.world_size
-    if tp == 1:
-        return fill("order acc_dtype collective engine", not_applicable("TP1: nothing to reduce"))
-    engine = read(collective_engine(site), "type of the device communicator and of its dist_module")
-    fields = {"collective": read("all_reduce", "RowParallelLinear.forward"), "engine": engine}
-    if tp == 2:
-        one = site.documented("float32", "any all-reduce of two ranks is one addition, rounded once")
-        return {"order": not_applicable("two ranks: one addition, no order"), "acc_dtype": one, **fields}
-    if engine.value == "_CPUSHMDistributed":
-        source = "csrc/cpu/shm.cpp: all_reduce_sum_impl"
-        order = site.documented("own rank first, then the next ones in turn", source)
-        return {"order": order, "acc_dtype": site.documented("float32", source), **fields}
-    return {**fill("order acc_dtype", unknown("the all-reduce is chosen by payload size, and does not report its order")), **fields}
 
 
 def _norm(site: Site) -> Fields:

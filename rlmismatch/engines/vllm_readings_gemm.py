@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from rlmismatch.contract import Reading, not_applicable, read, unknown
-from rlmismatch.engines import gemm_flags, gemm_knobs
+from rlmismatch.engines import collective_order, gemm_flags, gemm_knobs, vllm_sums
 from rlmismatch.engines.gemm_flags import environment_reading
 from rlmismatch.engines.vllm_collectives import Call
-from rlmismatch.engines.vllm_site import Fields, Site, fill
+from rlmismatch.engines.vllm_site import Fields, Site, collective_engine, fill
 
 
 def runtime_flags(site: Site) -> Fields:
@@ -47,16 +47,34 @@ def compute_dtype(site: Site) -> Reading:
     return gemm_flags.compute_dtype_reading(body, seen, str(given).removeprefix("torch."))
 
 
-def replaced_sum(site: Site, fields: Fields) -> Fields:
-    """`fields` of gemm.forward_reduce where a knob has another sum in the place of the engine's."""
-    wanted = gemm_knobs.row_sum(site.config)
-    if gemm_knobs.all_reduce_backend(site.config) == "rank_order":
-        wanted = "rank_order"
-    if site.tp.world_size == 1 or wanted in ("native", "all_reduce"):
-        return fields
-    if wanted == "reduce_scatter":
-        return {**fields, "collective": read("reduce_scatter and all_gather", "the hook in the communicator's all_reduce")}
-    return fields | gemm_knobs.rank_order_fields(site.config, ranks=site.tp.world_size)
+def forward_reduce(site: Site) -> Fields:
+    """How the partials of row-parallel layers become one number. Collective: known operands are summed by what the layers call."""
+    live, tp = site.live, site.live.tp
+    if tp.size == 1:
+        return fill("order acc_dtype collective engine", not_applicable("TP1: nothing to reduce"))
+    wanted = vllm_sums.wanted(site.config, tp)
+    if wanted == "rank_order":
+        return gemm_knobs.rank_order_fields(site.config, ranks=tp.size)
+    engine = read(collective_engine(site), "type of the device communicator and of its dist_module")
+    hidden = site.model.hidden_size
+    with site.collectives.uncounted():
+        order, acc_dtype = collective_order.asked(
+            lambda x_N: live.all_reduce(x_N.view(-1, hidden)).flatten(),
+            tp,
+            live.inv_freq.device,
+            f"the all_reduce of {engine.value} behind a row-parallel layer",
+            dtype=site.runner.dtype,
+            sizes=[rows * tp.size * hidden for rows in vllm_sums.TRIAL_ROWS],
+        )
+    scattered = wanted == "reduce_scatter"
+    return {
+        "order": order,
+        "acc_dtype": collective_order.or_one_addition(acc_dtype, tp, site.documented("float32", "one addition of two, rounded once")),
+        "collective": read("reduce_scatter and all_gather", "the hook in the communicator's all_reduce")
+        if scattered
+        else read("all_reduce", "RowParallelLinear.forward"),
+        "engine": engine,
+    }
 
 
 def all_reduce_backend(site: Site) -> Fields:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 
 from rlmismatch.contract import Reading, not_applicable, read, unknown
-from rlmismatch.engines import vllm_knobs, vllm_trials
-from rlmismatch.engines.collective_order import order_of
+from rlmismatch.engines import collective_order, vllm_knobs, vllm_trials
 from rlmismatch.engines.logprob_knobs import COLLECTIVES, ORDERS, chain_fields
 from rlmismatch.engines.vllm_site import Fields, Site, collective_engine, dtype_name, env, gemm_library, version
 from rlmismatch.pins.logprob_ways import Way
@@ -121,11 +119,8 @@ def _merge(site: Site, way: Way) -> Reading:
     if way.reduce in ORDERS:
         return _by_way(site, way, ORDERS[way.reduce], "v1/sample/sampler.py")
 
-    def all_reduce(x: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(x, group=tp.group)
-        return x
-
-    return order_of(all_reduce, tp, site.live.inv_freq.device, f"{dist.get_backend(tp.group)}'s all_reduce of the tp group")
+    what = f"{collective_order.backend_of(tp)}'s all_reduce of the tp group"
+    return collective_order.asked(collective_order.all_reduce(tp), tp, site.live.inv_freq.device, what)[0]
 
 
 def _logprob_reduce(site: Site, offset: Reading, way: Way, merge: Reading) -> Fields:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -15,17 +15,23 @@ from rlmismatch.pins.collectives import TpGroup
 from rlmismatch.pins.hooks import Patch
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
+TRIAL_ROWS: Final = (1, 8, 64)  # times the ranks: the all-reduce is chosen by payload, and a decode step's differs from a prefill's
 
 
 def replacements(config: SideConfig, tp: TpGroup, communicator: Any, log: CollectiveLog) -> list[Patch]:
     """The hook that has another sum in the place of vLLM's all-reduce, where the knobs ask for one; it stays for the engine's life."""
-    wanted = gemm_knobs.row_sum(config)
-    if gemm_knobs.all_reduce_backend(config) == "rank_order" and not gemm_knobs.backend_refused(config, tp=tp.size):
-        wanted = "rank_order"
-    if tp.size == 1 or wanted in ("native", "all_reduce"):
+    sum_ = wanted(config, tp)
+    if tp.size == 1 or sum_ in ("native", "all_reduce"):
         return []
-    summed = in_rank_order(tp, config.impl) if wanted == "rank_order" else by_reduce_scatter(communicator)
-    return [log.replaced_all_reduce(wanted, summed)]
+    summed = in_rank_order(tp, config.impl) if sum_ == "rank_order" else by_reduce_scatter(communicator)
+    return [log.replaced_all_reduce(sum_, summed)]
+
+
+def wanted(config: SideConfig, tp: TpGroup) -> gemm_knobs.Sum:
+    """How the rollout is to sum its partials, by either of the two knobs that say so."""
+    if gemm_knobs.all_reduce_backend(config) == "rank_order" and not gemm_knobs.backend_refused(config, tp=tp.size):
+        return "rank_order"
+    return gemm_knobs.row_sum(config)
 
 
 def in_rank_order(tp: TpGroup, impl: Impl) -> Sum:

@@ -77,6 +77,8 @@ def test_calls_are_counted_by_phase_backend_and_size(communicator: _Communicator
         runner.execute_model(step({"c": 7}, {"a": 1}))
         before = log.calls.copy()
         communicator.all_reduce(torch.zeros(4))  # outside of any step
+        with log.uncounted():
+            communicator.all_reduce(torch.zeros(4))
     communicator.all_reduce(torch.zeros(4))  # no longer looked at
 
     def call(phase: Any, backend: str, size: int, dtype: str = "bfloat16") -> Call:
