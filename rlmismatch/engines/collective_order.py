@@ -49,6 +49,17 @@ def all_reduce(tp: TpGroup) -> Collective:
     return summed
 
 
+def reduce_scatter(tp: TpGroup) -> Collective:
+    """torch.distributed's own reduce-scatter over the ranks of `tp`: [N] -> this rank's slice of the sum, [N / ranks]."""
+
+    def summed(x_N: torch.Tensor) -> torch.Tensor:
+        own_n = x_N.new_empty(x_N.numel() // tp.size)
+        dist.reduce_scatter_tensor(own_n, x_N, group=tp.group)
+        return own_n
+
+    return summed
+
+
 def backend_of(tp: TpGroup) -> str:
     """Who sums for the ranks of `tp`: gloo, nccl."""
     return str(dist.get_backend(tp.group))

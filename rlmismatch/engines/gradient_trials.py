@@ -73,16 +73,8 @@ def _order(engine: MegatronEngine) -> tuple[Reading, Reading]:
 
 def _collectives_order(engine: MegatronEngine, size: int) -> Reading:
     """The order of the collective behind dX: an all-reduce, or a reduce-scatter under sequence parallelism."""
-    from megatron.core.tensor_parallel import layers
-
     tp, sp = engine.tp, engine.config.sp
-
-    def reduce_scatter(x_N: torch.Tensor) -> torch.Tensor:
-        own_n = x_N.new_empty(x_N.numel() // tp.size)
-        layers.dist_reduce_scatter_func(own_n, x_N, group=tp.group)
-        return own_n
-
-    collective = reduce_scatter if sp else collective_order.all_reduce(tp)
+    collective = collective_order.reduce_scatter(tp) if sp else collective_order.all_reduce(tp)
     what = f"{collective_order.backend_of(tp)}'s {'reduce-scatter' if sp else 'all-reduce'} of the tp group"
     dtype = getattr(torch, engine.config.dtype)
     return collective_order.asked(collective, tp, engine.device, what, dtype=dtype, sizes=(size,), scattered=sp)[0]

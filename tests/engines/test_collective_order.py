@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from rlmismatch.contract import Evidence, Reading, documented
 from rlmismatch.engines import collective_order as order
@@ -23,11 +22,6 @@ Asked = dict[tuple[str, str], tuple[Reading, Reading]]
 def readings(tp: TpGroup) -> Asked:
     def folded(ranks: Sequence[int], hop: torch.dtype) -> order.Collective:
         return lambda x: left(tp.gathered(x), ranks, hop).to(x.dtype)
-
-    def reduce_scatter(x: torch.Tensor) -> torch.Tensor:
-        own = x.new_empty(x.numel() // tp.size)
-        dist.reduce_scatter_tensor(own, x, group=tp.group)
-        return own
 
     def by_size(x: torch.Tensor) -> torch.Tensor:
         return folded(range(tp.size) if x.numel() < 1536 else [(tp.rank + i) % tp.size for i in range(tp.size)], torch.float32)(x)
@@ -48,7 +42,7 @@ def readings(tp: TpGroup) -> Asked:
     for name, dtype in DTYPES.items():
         for what, sum_ in sums.items():
             out[name, what] = order.asked(sum_, tp, CPU, what, dtype=dtype, sizes=SIZES)
-        out[name, "gloo scattered"] = order.asked(reduce_scatter, tp, CPU, "gloo", dtype=dtype, sizes=SIZES, scattered=True)
+        out[name, "gloo scattered"] = order.asked(order.reduce_scatter(tp), tp, CPU, "gloo", dtype=dtype, sizes=SIZES, scattered=True)
     return out
 
 
