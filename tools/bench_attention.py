@@ -51,16 +51,19 @@ def _installed(name: str, module: str) -> ModuleType | None:
     """The module, or None and a line on stderr that says what is not timed."""
     try:
         return importlib.import_module(module)
-    except ImportError as missing:
+    except (ImportError, OSError) as missing:  # OSError: a library that the module loads is not there, or is another version's
         print(f"{name} is not timed: {missing}", file=sys.stderr)
         return None
 
 
+# Before torch has loaded its own cuDNN: the two need not be the same release.
+_TE = _installed("Transformer Engine's attention", "transformer_engine.pytorch")
+
+
 def _te_attention(form: _Sequences, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-    te = _installed("Transformer Engine's attention", "transformer_engine.pytorch")
-    if te is None:
+    if _TE is None:
         return None
-    module = te.DotProductAttention(
+    module = _TE.DotProductAttention(
         HEADS, HEAD_DIM, num_gqa_groups=KV_HEADS, attn_mask_type="causal", qkv_format="bshd", attention_dropout=0.0
     )
     q4, k4, v4 = (x.view(form.batch, form.tokens, -1, HEAD_DIM) for x in (q, k, v))
@@ -97,62 +100,73 @@ def _attention() -> Iterator[Case]:
                 theirs=theirs,
                 work=2 * form.products,
                 unit="TFLOP/s",
+                graphed=form.batch == 1 and baseline != "TE",  # 64 sequences take long enough as they are
             )
+
+
+Pages = tuple[torch.Tensor, torch.Tensor]  # K and V, [blocks, B, Hkv, D]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Decode:
+    """One query a sequence over shuffled pages of 16 tokens, and the dense K and V that they hold."""
+
+    form: _Sequences
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    caches: Pages
+    table: torch.Tensor
+
+    @classmethod
+    def of(cls, form: _Sequences) -> _Decode:
+        blocks = form.batch * form.tokens // 16
+        k, v = form.heads(KV_HEADS), form.heads(KV_HEADS)
+        table = torch.randperm(blocks, device="cuda").to(torch.int32).view(form.batch, -1)
+        caches = []
+        for x in (k, v):
+            caches.append(torch.empty(blocks, 16, KV_HEADS, HEAD_DIM, device="cuda", dtype=BF16))
+            caches[-1][table.flatten().long()] = x.view(blocks, 16, KV_HEADS, HEAD_DIM)
+        return cls(form=form, q=randn(form.batch, HEADS, HEAD_DIM), k=k, v=v, caches=(caches[0], caches[1]), table=table)
+
+    def ours(self) -> attention.AttentionOut:
+        bounds, lengths = range(self.form.batch + 1), [self.form.tokens] * self.form.batch
+        return attention.paged(
+            self.q, *self.caches, self.table, bounds, lengths, scale=HEAD_DIM**-0.5, impl="triton", table_checked=True
+        )  # fmt: skip
+
+    def beside(self, baseline: str, theirs: Callable[[], object]) -> Case:
+        return Case(
+            kernel="attention.paged, decode",
+            shape=f"{self.form.name}, block 16",
+            ours=self.ours,
+            baseline=baseline,
+            theirs=theirs,
+            work=4.0 * self.form.batch * self.form.tokens * KV_HEADS * HEAD_DIM,
+            unit="GB/s",
+            graphed=True,
+        )
 
 
 def _attention_decode() -> Iterator[Case]:
-    """One query a sequence. Before anything is timed, the last row of a prefill is held against its decode."""
-    block_size = 16
-    for form in (
-        _Sequences(batch=1, tokens=4096),
-        _Sequences(batch=1, tokens=16384),
-        _Sequences(batch=64, tokens=4096),
-        _Sequences(batch=64, tokens=16384),
-    ):
-        blocks = form.batch * form.tokens // block_size
-        k, v = form.heads(KV_HEADS), form.heads(KV_HEADS)
-        table = torch.randperm(blocks, device="cuda").to(torch.int32).view(form.batch, -1)
-        k_cache, v_cache = (torch.empty(blocks, block_size, KV_HEADS, HEAD_DIM, device="cuda", dtype=BF16) for _ in "kv")
-        k_cache[table.flatten().long()] = k.view(blocks, block_size, KV_HEADS, HEAD_DIM)
-        v_cache[table.flatten().long()] = v.view(blocks, block_size, KV_HEADS, HEAD_DIM)
-        q = randn(form.batch, HEADS, HEAD_DIM)
-        lengths = [form.tokens] * form.batch
-        ours = partial(
-            attention.paged,
-            q,
-            k_cache,
-            v_cache,
-            table,
-            range(form.batch + 1),
-            lengths,
-            scale=HEAD_DIM**-0.5,
-            impl="triton",
-            table_checked=True,
-        )
-        _require_the_bits_of_prefill(form, ours(), q, k, v)
-        for baseline, theirs in _decode_baselines(form, q, k, v, k_cache, v_cache, table):
-            yield Case(
-                kernel="attention.paged, decode",
-                shape=f"{form.name}, block {block_size}",
-                ours=ours,
-                baseline=baseline,
-                theirs=theirs,
-                work=4.0 * form.batch * form.tokens * KV_HEADS * HEAD_DIM,
-                unit="GB/s",
-                graphed=True,
-            )
+    """Before anything is timed, the last row of a prefill is held against its decode."""
+    for batch, tokens in ((1, 4096), (1, 16384), (64, 4096), (64, 16384)):
+        decode = _Decode.of(_Sequences(batch=batch, tokens=tokens))
+        _require_the_bits_of_prefill(decode.form, decode.ours(), decode.q, decode.k, decode.v)
+        for baseline, theirs in _decode_baselines(decode):
+            yield decode.beside(baseline, theirs)
 
 
-def _decode_baselines(
-    form: _Sequences, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor
-) -> Iterator[tuple[str, Callable[[], object]]]:
-    yield "SDPA, dense", partial(functional.scaled_dot_product_attention, q[:, :, None], form.by_head(k), form.by_head(v), enable_gqa=True)
+def _decode_baselines(decode: _Decode) -> Iterator[tuple[str, Callable[[], object]]]:
+    form, q = decode.form, decode.q
+    k, v = form.by_head(decode.k), form.by_head(decode.v)
+    yield "SDPA, dense", partial(functional.scaled_dot_product_attention, q[:, :, None], k, v, enable_gqa=True)
     if flash := _installed("FlashAttention 3", "vllm.vllm_flash_attn"):
         starts = torch.arange(form.batch + 1, dtype=torch.int32, device="cuda")
         lengths = torch.full((form.batch,), form.tokens, dtype=torch.int32, device="cuda")
         for name, splits in (("FlashAttention 3", 0), ("FlashAttention 3, one split", 1)):
             yield name, partial(
-                flash.flash_attn_varlen_func, q, k_cache, v_cache, 1, starts, form.tokens, seqused_k=lengths, block_table=table,
+                flash.flash_attn_varlen_func, q, *decode.caches, 1, starts, form.tokens, seqused_k=lengths, block_table=decode.table,
                 softmax_scale=HEAD_DIM**-0.5, causal=True, fa_version=3, num_splits=splits,
             )  # fmt: skip
 
@@ -169,7 +183,7 @@ def _require_the_bits_of_prefill(
 
 
 def _attention_backward() -> Iterator[Case]:
-    for form in (_Sequences(batch=1, tokens=4096), _Sequences(batch=1, tokens=16384)):
+    for form in (_Sequences(batch=1, tokens=4096), _Sequences(batch=1, tokens=16384), _Sequences(batch=64, tokens=4096)):
         q, k, v, dout = form.heads(HEADS), form.heads(KV_HEADS), form.heads(KV_HEADS), form.heads(HEADS)
         out, lse = attention.causal(q, k, v, form.bounds, scale=HEAD_DIM**-0.5, impl="triton")
         ours = partial(attention_backward.causal_backward, q, k, v, out, lse, dout, form.bounds, scale=HEAD_DIM**-0.5, impl="triton")
@@ -195,8 +209,9 @@ def _attention_backward() -> Iterator[Case]:
 def _flashinfer() -> Iterator[Case]:
     """Apart from the others: FlashInfer compiles its kernels when they are first called."""
     flashinfer = _installed("FlashInfer", "flashinfer")
-    for tokens in (4096, 16384) if flashinfer else ():
-        form = _Sequences(batch=1, tokens=tokens)
+    if flashinfer is None:
+        return
+    for form in (_Sequences(batch=1, tokens=4096), _Sequences(batch=1, tokens=16384)):
         q, k, v = form.heads(HEADS), form.heads(KV_HEADS), form.heads(KV_HEADS)
         yield Case(
             kernel="attention.causal",
@@ -206,7 +221,30 @@ def _flashinfer() -> Iterator[Case]:
             theirs=partial(flashinfer.single_prefill_with_kv_cache, q, k, v, causal=True),
             work=2 * form.products,
             unit="TFLOP/s",
+            graphed=True,
         )
+    for form in (_Sequences(batch=1, tokens=4096), _Sequences(batch=64, tokens=4096)):
+        decode = _Decode.of(form)
+        yield decode.beside("FlashInfer", _flashinfer_decode(flashinfer, decode.q, decode.caches, decode.table))
+
+
+def _flashinfer_decode(flashinfer: ModuleType, q: torch.Tensor, caches: Pages, table: torch.Tensor) -> Callable[[], object]:
+    """Planned once, as an engine plans once for all layers of a step."""
+    sequences, pages = table.shape
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(128 << 20, dtype=torch.uint8, device="cuda"), "NHD", use_tensor_cores=True
+    )
+    wrapper.plan(
+        torch.arange(0, sequences * pages + 1, pages, dtype=torch.int32, device="cuda"),
+        table.flatten(),
+        torch.full((sequences,), caches[0].shape[1], dtype=torch.int32, device="cuda"),
+        HEADS,
+        KV_HEADS,
+        HEAD_DIM,
+        caches[0].shape[1],
+        q_data_type=BF16,
+    )
+    return partial(wrapper.run, q, caches)
 
 
 SUITES: dict[str, Callable[[], Iterator[Case]]] = {

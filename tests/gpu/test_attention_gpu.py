@@ -186,6 +186,35 @@ def test_backward_is_one_arithmetic(randn: Randn, heads: int, kv_heads: int) -> 
         assert torch.equal(a, c[77 : 77 + tokens])
 
 
+@pytest.mark.parametrize("name", ["causal", "window", "sinks"])
+def test_the_hopper_backward_has_the_bits_of_the_portable_one(randn: Randn, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Groups of 1, 2, 4 and 8; heads that are a slice of wider rows; three times, since its programs race for their turns."""
+    from rlmismatch.kernels.attention_backward import triton
+
+    if not triton.is_hopper():
+        pytest.skip("no Hopper GPU")
+    for heads, kv_heads in ((32, 8), (16, 8), (4, 4), (16, 2)):
+        form = _form(name, randn, heads)
+        for bounds in ([0, 1], [0, 128], [0, 511], [0, 1300, 1300, 1301, 2900], [0, 4096]):
+            q, k, v = (x[:, :-1] for x in _qkv(randn, bounds[-1], heads + 1, kv_heads + 1))
+            dout = randn(bounds[-1], heads, 128)
+            out, lse = attention.causal(q, k, v, bounds, scale=SCALE, impl="triton", **form)
+            if len(bounds) > 2:  # the last sequence's operands are no one else's business
+                for x in (q, k, v, dout):
+                    x[bounds[-2] :] = torch.nan
+
+            def run(q=q, k=k, v=v, out=out, lse=lse, dout=dout, bounds=bounds, form=form) -> Any:  # type: ignore[no-untyped-def]
+                return attention_backward.causal_backward(q, k, v, out, lse, dout, bounds, scale=SCALE, impl="triton", **form)
+
+            hopper = [run() for _ in range(3)]
+            with monkeypatch.context() as patch:
+                patch.setattr(triton, "is_hopper", lambda: False)
+                portable = run()
+            end = bounds[-1] if len(bounds) == 2 else bounds[-2]
+            for a, *others in zip(portable[:3], *(h[:3] for h in hopper), strict=True):
+                assert all(torch.equal(a[:end], b[:end]) for b in others), (heads, bounds)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
 def test_backward_accuracy(randn: Randn, dtype: torch.dtype, head_dim: int) -> None:

@@ -35,6 +35,8 @@ _KERNELS = {
     "_delta_kernel",
     "_dkdv_kernel",
     "_dq_kernel",
+    "_gradients_hopper_kernel",
+    "_round_dq_kernel",
     "_dsinks_kernel",
 }
 
@@ -59,8 +61,20 @@ def test_every_kernel_compiles_and_fits(compiled: list[tuple[str, int, str]]) ->
 
 def test_no_atomics_no_tf32_no_approximate_division(compiled: list[tuple[str, int, str]]) -> None:
     """An atomic has no order; TF32 drops 13 bits; div.full, rcp, sqrt and rsqrt in .approx form are off by an ulp or two."""
-    banned = re.compile(r"\b(atom|red)\.(global|shared|async|relaxed)|tf32|div\.(full|approx)|(rcp|sqrt|rsqrt|lg2|sin|cos)\.approx")
-    assert {name: banned.findall(ptx) for name, _, ptx in compiled if banned.search(ptx)} == {}
+    atomics = r"\b(atom|red)\.(global|shared|async|relaxed)|cp\.reduce"
+    banned = re.compile(rf"{atomics}|tf32|div\.(full|approx)|(rcp|sqrt|rsqrt|lg2|sin|cos)\.approx")
+    found = {name: {m.group() for m in banned.finditer(ptx)} for name, _, ptx in compiled if banned.search(ptx)}
+    # Its atomics have an order: an integer ticket, and additions that take turns.
+    assert found.pop("_gradients_hopper_kernel") == {"atom.global", "cp.reduce"}
+    assert found == {}
+
+
+def test_additions_that_take_turns_wait_and_pass_on(compiled: list[tuple[str, int, str]]) -> None:
+    """Before the one place that adds: an acquire; behind it, once the addition is complete and not only read: a release."""
+    for ptx in (ptx for name, _, ptx in compiled if name == "_gradients_hopper_kernel"):
+        assert ptx.index("ld.acquire.gpu") < ptx.index("cp.reduce") < ptx.index("cp.async.bulk.wait_group 0") < ptx.index("st.release.gpu")
+        assert "red.global" not in ptx
+        assert not re.search(r"atom\.global\.\S*f(16|32|64)", ptx)
 
 
 def test_matrix_products_use_the_tensor_cores(compiled: list[tuple[str, int, str]]) -> None:
@@ -69,4 +83,5 @@ def test_matrix_products_use_the_tensor_cores(compiled: list[tuple[str, int, str
     assert on_tensor_cores.count("_pointer_kernel") == 3
     assert on_tensor_cores.count("_attention_kernel") == 5
     assert on_tensor_cores.count("_attention_hopper_kernel") == 3
+    assert on_tensor_cores.count("_gradients_hopper_kernel") == 2
     assert {"_dkdv_kernel", "_dq_kernel"} <= set(on_tensor_cores)

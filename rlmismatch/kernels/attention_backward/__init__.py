@@ -6,9 +6,11 @@ With S the scores (after scale and soft cap), P = exp(S - lse) and delta = sum_d
 
 (with a soft cap dS is multiplied by 1 - (S / cap)^2 first). P is computed anew from the saved lse, so any kernel's (out, lse) will do.
 
-Nothing is added by atomics. dk and dv of a key are folded over the query tiles that see it, in ascending order, a tile's rows being
-the query heads of one KV head, token by token; dq of a row over the key tiles, in ascending order. Tiles lie at absolute positions, so a
-sequence's gradient does not depend on what else is in the batch.
+dk and dv of a key are folded over the query tiles that see it, the last tile first, a tile's rows being the query heads of one KV head,
+token by token. dq of a row is the sum of its key tiles' parts, in ascending order, each part summed by itself. The two directions are what
+lets one pass over the scores yield all three: programs of a head that hand dq on in ascending order of their keys never wait for each other
+if all begin at the last query. Tiles lie at absolute positions and their size depends on nothing but head dim and dtype (and the group,
+where it is above 64), so a sequence's gradient does not depend on what else is in the batch, nor on the kernel that computes it.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""Triton kernels of `attention_backward`: delta, then dk and dv by key tile, dq by query tile, and dsinks by head."""
+"""Triton kernels of `attention_backward`: dk and dv by key tile, dq by query tile."""
 
 import functools
+import importlib
 import itertools
 
 import torch
 import triton
 import triton.language as tl
 
-from rlmismatch.kernels.attention.order import LOG2_E, MAX_HEAD_DIM, Scores
-from rlmismatch.kernels.common.triton import INTERPRETED, TL_DTYPE, exp, round_to, storage, tanh, widen
-
-_DELTA_ROWS = 16
-_SINK_TOKENS = 1024
+from rlmismatch.kernels.attention.order import LOG2_E, Scores
+from rlmismatch.kernels.attention_backward import triton_rows
+from rlmismatch.kernels.common.triton import INTERPRETED, TL_DTYPE, is_hopper, round_to, storage, tanh, widen
 
 
 def causal_backward(
@@ -35,10 +34,15 @@ def causal_backward(
     if not tokens:
         return dq.to(dtype), dk.to(dtype), dv.to(dtype), None if sinks_H is None else torch.zeros_like(sinks_H, dtype=torch.float32)
     q, k, v, dout, lse_HT = widen(q_THD), widen(k_THD), widen(v_THD), widen(dout_THD), lse_HT.contiguous()
-    delta_HT = _delta(widen(out_THD), dout)
+    delta_KTG, lse_KTG = triton_rows.rows(widen(out_THD), dout, lse_HT, kv_heads)
+    dsinks_H = None if sinks_H is None else triton_rows.dsinks(sinks_H, lse_HT, delta_KTG)
     longest = max(end - start for start, end in itertools.pairwise(bounds))
     starts = _on_device(bounds, q.device)
-    operands = (q, k, v, dout, lse_HT, delta_HT, starts, tokens, *q.stride(), *k.stride(), *v.stride(), *dout.stride())
+    if is_hopper():
+        hopper = importlib.import_module("rlmismatch.kernels.attention_backward.triton_hopper")  # Gluon is not in every Triton
+        if hopper.fits(q, k, v, dout, scores):
+            return *hopper.gradients(q, k, v, dout, lse_KTG, delta_KTG, starts, longest, scores), dsinks_H
+    operands = (q, k, v, dout, lse_KTG, delta_KTG, starts, tokens, *q.stride(), *k.stride(), *v.stride(), *dout.stride())
     numbers = (
         LOG2_E if scores.soft_cap else scores.scale * LOG2_E,
         scores.scale / scores.soft_cap if scores.soft_cap else 0.0,
@@ -56,42 +60,11 @@ def causal_backward(
         "dtype": TL_DTYPE[dtype],
         "enable_fp_fusion": dtype == torch.float32,
     }
-    rows, keys, warps, stages = _key_tile(group, dtype, head_dim)
-    _dkdv_kernel[(triton.cdiv(longest, keys), kv_heads, len(bounds) - 1)](
-        *operands, dk, dv, *numbers, **form, BLOCK_M=rows, BLOCK_N=keys, num_warps=warps, num_stages=stages
-    )
-    rows, keys, warps, stages = _query_tile(group, dtype, head_dim)
-    _dq_kernel[(triton.cdiv(longest, rows // group), kv_heads, len(bounds) - 1)](
-        *operands, dq, *numbers, **form, BLOCK_M=rows, BLOCK_N=keys, num_warps=warps, num_stages=stages
-    )
-    dsinks_H = None
-    if sinks_H is not None:
-        dsinks_H = torch.empty(heads, dtype=torch.float32, device=q.device)
-        _dsinks_kernel[(heads,)](
-            widen(sinks_H), lse_HT, delta_HT, dsinks_H, tokens, BLOCK_T=_SINK_TOKENS, num_warps=4, enable_fp_fusion=False
-        )
+    rows, keys, warps, stages = _tile(group, dtype, head_dim)
+    tile = {"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": warps, "num_stages": stages}
+    _dkdv_kernel[(triton.cdiv(longest, keys), kv_heads, len(bounds) - 1)](*operands, dk, dv, *numbers, **form, **tile)
+    _dq_kernel[(triton.cdiv(longest, rows // group), kv_heads, len(bounds) - 1)](*operands, dq, *numbers, **form, **tile)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks_H
-
-
-def _delta(out_THD: torch.Tensor, dout_THD: torch.Tensor) -> torch.Tensor:
-    """float32 [Hq, T]"""
-    tokens, heads, head_dim = out_THD.shape
-    delta_HT = torch.empty((heads, tokens), dtype=torch.float32, device=out_THD.device)
-    _delta_kernel[(triton.cdiv(tokens * heads, _DELTA_ROWS),)](
-        out_THD,
-        dout_THD,
-        delta_HT,
-        tokens,
-        *out_THD.stride(),
-        *dout_THD.stride(),
-        HEADS=heads,
-        HEAD_DIM=head_dim,
-        BLOCK_D=MAX_HEAD_DIM,
-        BLOCK_R=_DELTA_ROWS,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
-    return delta_HT
 
 
 @functools.lru_cache(maxsize=64)
@@ -100,53 +73,14 @@ def _on_device(bounds: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(bounds, dtype=torch.int32).to(device)
 
 
-def _key_tile(group: int, dtype: torch.dtype, head_dim: int) -> tuple[int, int, int, int]:
-    """(query rows a step, keys a program, warps, stages) for dk and dv."""
+def _tile(group: int, dtype: torch.dtype, head_dim: int) -> tuple[int, int, int, int]:
+    """(query rows, keys, warps, stages). Both sizes are part of the order of additions: the kind of the operands alone chooses them."""
     smallest = max(16, triton.next_power_of_2(group))
     if INTERPRETED.value:
         return max(64, smallest), 64, 4, 1
     if dtype.itemsize == 4:
         return smallest, 32, 4, 1
     return (max(64, smallest), 128, 8, 2) if head_dim <= 128 else (max(64, smallest), 64, 8, 1)
-
-
-def _query_tile(group: int, dtype: torch.dtype, head_dim: int) -> tuple[int, int, int, int]:
-    """(query rows a program, keys a step, warps, stages) for dq."""
-    smallest = max(16, triton.next_power_of_2(group))
-    if INTERPRETED.value:
-        return max(64, smallest), 64, 4, 1
-    if dtype.itemsize == 4:
-        return smallest, 32, 4, 1
-    return (max(128, smallest), 64, 8, 3) if head_dim <= 128 else (max(64, smallest), 64, 8, 1)
-
-
-@triton.jit(do_not_specialize=("tokens",))
-def _delta_kernel(
-    out_ptr,
-    dout_ptr,
-    delta_ptr,
-    tokens,
-    stride_ot,
-    stride_oh,
-    stride_od,
-    stride_gt,
-    stride_gh,
-    stride_gd,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """Order: one reduction over the row, of fixed width."""
-    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    token, head = r // HEADS, r % HEADS
-    d = tl.arange(0, BLOCK_D)
-    live_R = r < tokens * HEADS
-    mask = live_R[:, None] & (d < HEAD_DIM)[None, :]
-    out = tl.load(out_ptr + (token * stride_ot + head * stride_oh)[:, None] + d[None, :] * stride_od, mask=mask, other=0.0)
-    dout = tl.load(dout_ptr + (token * stride_gt + head * stride_gh)[:, None] + d[None, :] * stride_gd, mask=mask, other=0.0)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), axis=1)
-    tl.store(delta_ptr + head * tokens + token, delta, mask=live_R)
 
 
 @triton.jit
@@ -199,7 +133,10 @@ def _dkdv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Order: query tokens ascending, in a token the heads of the group ascending. Programs (key tile, KV head, sequence)."""
+    """Order: query tiles descending; in a tile the tokens, in a token the heads of the group ascending.
+
+    Programs (key tile, KV head, sequence).
+    """
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     sequence_start = tl.load(start_ptr + tl.program_id(2))
     length = tl.load(start_ptr + tl.program_id(2) + 1) - sequence_start
@@ -220,15 +157,18 @@ def _dkdv_kernel(
     last_token = length
     if WINDOWED:
         last_token = tl.minimum(length, first_key + BLOCK_N - 1 + window)
-    for tile in range(first_key // TOKENS, tl.cdiv(last_token, TOKENS)):
+    tiles = tl.cdiv(last_token, TOKENS)
+    for step in range(tiles - first_key // TOKENS):
+        tile = tiles - 1 - step
         position = tile * TOKENS + m // GROUP
         live_M = (m // GROUP < TOKENS) & (position < length)
         row = (sequence_start + position).to(tl.int64)
         q_mask = live_M[:, None] & (d < HEAD_DIM)[None, :]
         q = tl.load(q_ptr + (row * stride_qt + head * stride_qh)[:, None] + d[None, :] * stride_qd, mask=q_mask, other=0.0)
         dout = tl.load(dout_ptr + (row * stride_gt + head * stride_gh)[:, None] + d[None, :] * stride_gd, mask=q_mask, other=0.0)
-        lse = tl.load(lse_ptr + head * tokens + row, mask=live_M, other=0.0) * 1.4426950408889634
-        delta = tl.load(delta_ptr + head * tokens + row, mask=live_M, other=0.0)
+        at_row = (kv_head * tokens + row) * GROUP + m % GROUP
+        lse = tl.load(lse_ptr + at_row, mask=live_M, other=0.0)
+        delta = tl.load(delta_ptr + at_row, mask=live_M, other=0.0)
         score = tl.dot(k, tl.trans(q), input_precision="ieee")
         weight, slope = _weights(score, lse[None, :], to_log2, to_cap, soft_cap, CAPPED)
         # Only a tile at an edge has keys or rows to hide; elsewhere the mask would change nothing.
@@ -286,7 +226,10 @@ def _dq_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Order: key positions ascending. Programs (query tile, the longest rows first, KV head, sequence)."""
+    """Order: key tiles ascending, each summed by itself over its keys, ascending.
+
+    Programs (query tile, the longest rows first, KV head, sequence).
+    """
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     sequence_start = tl.load(start_ptr + tl.program_id(2))
     length = tl.load(start_ptr + tl.program_id(2) + 1) - sequence_start
@@ -303,8 +246,9 @@ def _dq_kernel(
     q_mask = live_M[:, None] & (d < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + (row * stride_qt + head * stride_qh)[:, None] + d[None, :] * stride_qd, mask=q_mask, other=0.0)
     dout = tl.load(dout_ptr + (row * stride_gt + head * stride_gh)[:, None] + d[None, :] * stride_gd, mask=q_mask, other=0.0)
-    lse = tl.load(lse_ptr + head * tokens + row, mask=live_M, other=0.0) * 1.4426950408889634
-    delta = tl.load(delta_ptr + head * tokens + row, mask=live_M, other=0.0)
+    at_row = (kv_head * tokens + row) * GROUP + m % GROUP
+    lse = tl.load(lse_ptr + at_row, mask=live_M, other=0.0)
+    delta = tl.load(delta_ptr + at_row, mask=live_M, other=0.0)
     dq = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     end = tl.minimum(length, first_position + TOKENS)
     start = 0
@@ -327,20 +271,7 @@ def _dq_kernel(
         dscore = weight * (dweight - delta[:, None])
         if CAPPED:
             dscore = dscore * slope
-        dq = tl.dot(round_to(dscore, dtype).to(k.dtype), k, dq, input_precision="ieee")
+        part = tl.dot(round_to(dscore, dtype).to(k.dtype), k, input_precision="ieee")
+        dq = tl.fma(part, 1.0, dq)  # Triton takes a plain sum for the product's accumulator: another order
     at = (row * HEADS + head)[:, None] * HEAD_DIM + d[None, :]
     tl.store(dq_ptr + at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=q_mask)
-
-
-@triton.jit(do_not_specialize=("tokens",))
-def _dsinks_kernel(sink_ptr, lse_ptr, delta_ptr, dsink_ptr, tokens, BLOCK_T: tl.constexpr):
-    """Order: BLOCK_T sums over every BLOCK_T-th token, ascending; then one reduction of fixed width. Programs (head)."""
-    head = tl.program_id(0)
-    sink = tl.load(sink_ptr + head).to(tl.float32)
-    total = tl.zeros((BLOCK_T,), dtype=tl.float32)
-    for first in range(0, tokens, BLOCK_T):
-        t = first + tl.arange(0, BLOCK_T)
-        lse = tl.load(lse_ptr + head * tokens + t, mask=t < tokens, other=float("inf"))
-        delta = tl.load(delta_ptr + head * tokens + t, mask=t < tokens, other=0.0)
-        total += exp(sink - lse) * delta
-    tl.store(dsink_ptr + head, -tl.sum(total, axis=0))
