@@ -14,6 +14,7 @@ ROLLOUT_PATHS: Final[tuple[ScorePath, ...]] = ("prefill", "chunked", "decode")
 # What pages, prefix hits and splits come to, attention alone being native, and with every pin in force.
 PAGED: Final = "paged"
 PAGED_PINNED: Final = "paged.pinned"
+FORCED: Final = "backend="  # and a name: a side's own arithmetic but for attention, which another backend computes
 NATIVE: Final = "native"  # no pin but those that a knob holds
 RETURN: Final = "native.return"  # the same again at the very end: native bits must be back
 LOCAL: Final = "local"

@@ -13,9 +13,10 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from rlmismatch import __version__, attribution, axes, capture, tokens
@@ -25,6 +26,7 @@ from rlmismatch.arms import (
     BOUNDARY,
     COMPILE,
     EAGER,
+    FORCED,
     GEMM,
     GRADS,
     LOCAL,
@@ -44,7 +46,7 @@ from rlmismatch.arms import (
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.axes.base import Axis
 from rlmismatch.checkpoint.head import UnusedRows, unused_rows
-from rlmismatch.engines import attention_sinks, gemm_knobs
+from rlmismatch.engines import attention_forced, attention_sinks, gemm_knobs
 from rlmismatch.engines.fleet import Fleet
 from rlmismatch.engines.launch import Controller
 from rlmismatch.engines.logprob_knobs import CHAIN_KNOBS
@@ -257,7 +259,11 @@ class Run:
         oracle = self._oracle_arms()
         # In the process that had the pins in force: a side that was loaded anew would have its native bits in any case.
         lifted = Arm(id=RETURN, pins=base, paths=("prefill",))
-        self._run_arms("measuring", [*arms, *probes, lifted], oracle, self._paged(base))
+        alone: dict[SideName, Seq[Arm]] = {
+            "trainer": [] if other else self._forced("trainer", base, ("forward",)),
+            "rollout": [*self._paged(base), *([] if other else self._forced("rollout", base, repeated))],
+        }
+        self._run_arms("measuring", [*arms, *probes, lifted], oracle, alone)
         if s.grads:
             self.progress.step("taking the trainer's gradients, native and pinned")
             gradients = Arm(id=GRADS, pins=base, probe="grads", paths=("forward",))
@@ -290,6 +296,19 @@ class Run:
         paths: tuple[ScorePath, ...] = ("prefill", "prefill_shuffled", "decode", "decode_shuffled", *(("decode_hit",) if cached else ()))
         return [Arm(id=PAGED, pins=ALL - {"attention"} | base, paths=paths), Arm(id=PAGED_PINNED, pins=ALL, paths=paths)]
 
+    def _forced(self, side: SideName, base: frozenset[str], paths: tuple[ScorePath, ...]) -> list[Arm]:
+        """Arms of one side whose attention another backend computes: each that its trial ran."""
+        s = self.settings
+        if s.command != "attention" or (s.axis and "attention.provenance" not in s.axis) or s.cp > 1 or "attention" in base:
+            return []
+        described = Evidence(self.folder).side(side)
+        known = described.provenance.get("attention_forced", {}) if described else {}
+        return [
+            Arm(id=FORCED + name, pins=base, paths=paths, settings={attention_forced.SETTING: name})
+            for name, version in known.items()
+            if not version.startswith("not run")
+        ]
+
     def _measured_axes(self) -> list[Axis]:
         """Axes with a pin that this command gives numbers to, structural zeros left out."""
         setup = Evidence(self.folder).setup
@@ -310,11 +329,13 @@ class Run:
             left = attribution.expected_arms(table, players, floor=floor, seed=self.settings.seed) - len(table)
             self._run_arms(f"attributing (at most {left} arms left)", arms)
 
-    def _run_arms(self, text: str, arms: Iterable[Arm], oracle: Seq[Arm] = (), rollout_alone: Seq[Arm] = ()) -> None:
+    def _run_arms(
+        self, text: str, arms: Iterable[Arm], oracle: Seq[Arm] = (), alone: Mapping[SideName, Seq[Arm]] = MappingProxyType({})
+    ) -> None:
         """Both engines run the same arms at the same time; the trainer has one path, its forward."""
         both = list(arms)
-        trainer = [dataclasses.replace(arm, paths=("forward",)) for arm in both]
-        rollout = [*both, *rollout_alone]
+        trainer = [*(dataclasses.replace(arm, paths=("forward",)) for arm in both), *alone.get("trainer", ())]
+        rollout = [*both, *alone.get("rollout", ())]
         self.progress.arms(text, len(rollout) + len(trainer) + len(oracle))
         arms_of: dict[SideName, Seq[Arm]] = {"trainer": trainer, "rollout": rollout, "oracle": oracle}
         self._fleet.ask({side: [{"op": "run", "arms": [arm.to_json() for arm in wanted]}] for side, wanted in arms_of.items() if wanted})

@@ -9,12 +9,13 @@ import math
 from collections.abc import Iterator
 from typing import Final
 
-from rlmismatch.arms import LOCAL, PAGED, PAGED_PINNED
+from rlmismatch.arms import FORCED, LOCAL, NATIVE, PAGED, PAGED_PINNED
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.contract import Evidence as Known
 from rlmismatch.contract import Reading
 from rlmismatch.drift import AlignedScores
 from rlmismatch.drift.model import Hint
+from rlmismatch.engines import attention_forced
 from rlmismatch.engines.protocol import SideName
 from rlmismatch.evidence import Evidence
 from rlmismatch.report.model import MeasureRow
@@ -61,7 +62,7 @@ def _window(evidence: Evidence, side: SideName) -> Iterator[Hint]:
 
 def measures(evidence: Evidence, book: ScoreBook) -> tuple[MeasureRow, ...]:
     """Rows of materialization, rope, layout and paged_kv; none without the arms of ``rlmismatch attention``."""
-    return (*_forms(book), *_rope(book), *_heads(evidence), *_pages(evidence, book))
+    return (*_forms(book), *_rope(book), *_heads(evidence), *_pages(evidence, book), *_forced(evidence, book))
 
 
 def _forms(book: ScoreBook) -> Iterator[MeasureRow]:
@@ -110,6 +111,31 @@ def _heads(evidence: Evidence) -> Iterator[MeasureRow]:
                 unit="heads",
                 note=reading.source,
             )
+
+
+def _forced(evidence: Evidence, book: ScoreBook) -> Iterator[MeasureRow]:
+    """What another backend in place of a side's own attention moves in its log-probs; and why a backend was not forced."""
+    axis = "attention.provenance"
+    for side in _SIDES:
+        described, arms = evidence.side(side), book.arms[side]
+        known = described.provenance.get("attention_forced", {}) if described else {}
+        if not any(name.startswith(FORCED) for name in arms):
+            continue
+        for backend, version in known.items():
+            arm = arms.get(FORCED + backend)
+            if arm is None:
+                yield MeasureRow(axis=axis, side=side, what=f"{backend} forced", value=None, note=version)
+                continue
+            outcome = arm.knobs.get(attention_forced.SETTING, {})
+            for path, scores in arm.scores.items():
+                what = f"{backend} forced, {path}: mean abs difference from the side's own attention"
+                aligned = book.aligned(arms[NATIVE].scores[path], scores)
+                if outcome.get("status") != "applied" or aligned is None or aligned.invalid:
+                    yield MeasureRow(axis=axis, side=side, what=what, value=math.nan, note=f"did not run: {outcome.get('reason', '')}")
+                    continue
+                delta = abs(aligned.delta_N)
+                note = f"{int((delta != 0).sum())} of {aligned.tokens} tokens unequal, largest {delta.max():.3g}; {version}"
+                yield MeasureRow(axis=axis, side=side, what=what, value=float(delta.mean()), note=note)
 
 
 _PAGE_PAIRS: Final = (

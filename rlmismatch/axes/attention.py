@@ -165,7 +165,8 @@ ATTENTION: Final[tuple[Axis, ...]] = (
             Plant(id="backend_fell_back", verdict="recorded", what="the backend that ran is not the one that was asked for", built=True),
             Plant(id="softmax_scale", verdict="contract", what="one side scales the scores by another factor", built=True),
         ),
-        built="contract_only",
+        measured=True,
+        built="complete",
     ),
     Axis(
         id="attention.materialization",

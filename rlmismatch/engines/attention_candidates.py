@@ -28,7 +28,7 @@ FACTS: Final = ("repeats", "batch_invariant", "largest_error", "mean_error", "me
 _CHUNK: Final = 16  # rows of a chunk
 PAGE: Final = 16  # tokens; FlashAttention's own package wants 256
 _BATCH: Final = 3
-_FAILURES: Final = (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError)
+FAILURES: Final = (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError)
 
 # Sequences of equal shape -> their outputs [R, Hq, D], each in the dtype of its q.
 Attend = Callable[[Form, Sequence[Operands]], list[torch.Tensor]]
@@ -253,12 +253,12 @@ def measure(candidates: Sequence[Candidate], given: Mapping[str, Operands]) -> t
             for shape, operands in given.items():
                 try:
                     tensors[f"backend/{candidate.name}/{form}/{shape}"] = trial(candidate, form, operands)
-                except _FAILURES as error:
-                    notes.append(f"backend candidate {candidate.name}, {form}, {shape}: {_first_line(error)}")
+                except FAILURES as error:
+                    notes.append(f"backend candidate {candidate.name}, {form}, {shape}: {first_line(error)}")
     return tensors, notes
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
@@ -270,7 +270,7 @@ def capability(candidate: Candidate, device: torch.device, dtype: torch.dtype) -
         if form not in (candidate.lacks or {}):
             try:
                 found[form] = trial(candidate, form, given)
-            except _FAILURES:
+            except FAILURES:
                 continue
     if not found:
         return "no form"

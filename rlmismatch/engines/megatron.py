@@ -18,6 +18,7 @@ import torch
 from rlmismatch.checkpoint import Checkpoint, digest
 from rlmismatch.contract import Reading
 from rlmismatch.engines import (
+    attention_forced,
     attention_knobs,
     attention_sinks,
     gemm_flags,
@@ -47,7 +48,7 @@ from rlmismatch.engines.protocol import Arm, ArmResult, SideConfig
 from rlmismatch.errors import UsageError
 from rlmismatch.pins.collectives import TpGroup
 from rlmismatch.pins.context_parallel import ContextParallel
-from rlmismatch.pins.hooks import OpSwitch, Recorder, hook_probe, installed
+from rlmismatch.pins.hooks import OpSwitch, Patch, Recorder, hook_probe, installed
 from rlmismatch.pins.megatron import TrainerOps
 from rlmismatch.pins.megatron_logprob import HeadSettings, LossSettings, VocabShard
 from rlmismatch.pins.megatron_shape import TrainerShape
@@ -147,13 +148,17 @@ class MegatronEngine:
         if arm.probe in ("logits", "attention"):
             watch = megatron_probe.watching_head(self) if arm.probe == "logits" else megatron_attention.watching(self)
         products = megatron_gemm_probe.watching(self) if arm.probe == "gemm" else contextlib.nullcontext()
-        with installed(self.ops.patches(switch, settings)) as counter, watch as seen, products as operands:
+        other, attended = attention_forced.asked(arm), attention_forced.Calls()
+        forced = self._forced(other, attended) if other else []
+        with installed(self.ops.patches(switch, settings)) as counter, installed(forced), watch as seen, products as operands:
             scores |= self.scores(sequences[:1] if arm.probe == "boundary" else sequences)
             alone: dict[str, torch.Tensor] = {}
             if operands is not None:
                 operands.enough = True
                 alone = megatron_gemm_probe.alone(self, sequences)
         result.scores = dict.fromkeys(arm.paths, scores)
+        if other:
+            result.knobs[attention_forced.SETTING] = attention_forced.came_of(other, attended)
         result.calls = {pin: switch.calls[pin] for pin in sorted(arm.pins)}
         if self.config.cp > 1 and self.config.trainer_spec == "local":
             result.notes.append(megatron_cp.PINNED_ONLY)
@@ -278,6 +283,12 @@ class MegatronEngine:
             for name in boundary_names(self.model.num_layers)
             if name in joined
         }
+
+    def _forced(self, name: str, calls: attention_forced.Calls) -> list[Patch]:
+        """Every layer's core attention by another backend."""
+        make = attention_forced.trainer_forward(attention_forced.find(name, self.device), calls)
+        cores = [layer.self_attention.core_attention for layer in self.gpt.decoder.layers]
+        return [Patch(target=core, name="forward", make=make, pins=(), label=f"forced {name}") for core in cores]
 
     def _knobs(self, arm: Arm) -> TrainerKnobs:
         """What `arm` asks of the native loss, and what became of each knob."""

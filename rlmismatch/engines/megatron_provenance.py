@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
-from rlmismatch.engines import attention_knobs, attention_ran, megatron_trials
+from rlmismatch.engines import attention_forced, attention_knobs, attention_ran, megatron_trials
 from rlmismatch.engines.attention_ran import Ran
 from rlmismatch.engines.megatron_evidence import core_version, dtype_of
 from rlmismatch.engines.megatron_readings_attention import scores_module
@@ -82,9 +82,17 @@ def provenance(engine: MegatronEngine) -> dict[str, Any]:
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "env": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
         "attention_ran": _attention_ran(engine),
+        "attention_forced": attention_forced.facts(_shape(engine)),
         "attention_candidates": attention_knobs.candidate_facts(engine.config),
         "plants": {name: plant.what for name, plant in engine.plants.items()},
     }
+
+
+def _shape(engine: MegatronEngine) -> attention_forced.Shape:
+    model, tp = engine.model, engine.tp.size
+    dtype = getattr(torch, engine.config.dtype)
+    heads, kv_heads = model.num_heads // tp, max(1, model.num_kv_heads // tp)
+    return attention_forced.Shape(heads=heads, kv_heads=kv_heads, dim=model.head_dim, dtype=dtype, device=engine.device)
 
 
 def _attention_ran(engine: MegatronEngine) -> list[dict[str, Any]]:

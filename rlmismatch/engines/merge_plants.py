@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -79,17 +78,11 @@ def _in_splits(cache: PagedCache, fault: Fault) -> Callable[[Callable[..., Any]]
         ) -> torch.Tensor:  # fmt: skip
             native(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)  # the kernel runs; what it wrote is replaced
             if attn_metadata is not None:
-                k_NBHD, v_NBHD = cache.views(layer, kv_cache)
-                bounds, lengths = attn_metadata.query_start_loc.tolist(), attn_metadata.seq_lens.tolist()
-                for s, (start, end) in enumerate(itertools.pairwise(bounds)):
-                    position = torch.arange(lengths[s], device=query.device)
-                    page, slot = attn_metadata.block_table[s, position // k_NBHD.shape[1]].long(), position % k_NBHD.shape[1]
-                    q_QHD = query[start:end].view(end - start, layer.num_heads, layer.head_size)
-                    given = Operands(q_THD=q_QHD, k_THD=k_NBHD[page, slot], v_THD=v_NBHD[page, slot], scale=float(layer.head_size**-0.5))
-                    splits = attention_policies.even_bounds(lengths[s], min(_SPLITS, lengths[s]))
-                    parts = attention_policies.partials(given, splits)
-                    merged = attention_policies.merge(fault(parts, range(len(parts))[::-1], lengths[s]))
-                    output[start:end].view(q_QHD.shape).copy_(merged.transpose(0, 1))
+                for rows, given in cache.sequences(layer, query, kv_cache, attn_metadata):
+                    tokens = len(given.k_THD)
+                    parts = attention_policies.partials(given, attention_policies.even_bounds(tokens, min(_SPLITS, tokens)))
+                    merged = attention_policies.merge(fault(parts, range(len(parts))[::-1], tokens))
+                    output[rows].view(given.q_THD.shape).copy_(merged.transpose(0, 1))
             return output
 
         return forward

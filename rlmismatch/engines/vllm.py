@@ -25,6 +25,7 @@ import torch.distributed as dist
 from rlmismatch.checkpoint import Checkpoint
 from rlmismatch.contract import Reading
 from rlmismatch.engines import (
+    attention_forced,
     attention_forms,
     attention_knobs,
     attention_sinks,
@@ -35,6 +36,7 @@ from rlmismatch.engines import (
     vllm_attention_capture,
     vllm_attention_trial,
     vllm_compile,
+    vllm_forced,
     vllm_gemm_probe,
     vllm_kernel_calls,
     vllm_knobs,
@@ -186,7 +188,9 @@ class VllmEngine:
         if arm.probe in ("logits", "attention"):
             watch = (vllm_probe.watching_head if arm.probe == "logits" else vllm_attention_capture.watching)(self._live)
         products = vllm_gemm_probe.watching(self._live) if arm.probe == "gemm" else contextlib.nullcontext()
-        with installed(pins.patches()) as counter, watch as seen, products as operands:
+        other = attention_forced.asked(arm)
+        forced = vllm_forced.in_force(self._live, self._worker.model_runner, other) if other else contextlib.nullcontext()
+        with installed(pins.patches()) as counter, watch as seen, products as operands, forced as attended:
             for path in ("prefill",) if boundary else arm.paths:
                 with calls.of(path):
                     result.scores[path] = self._scorer.score(path, sequences[:1] if boundary else sequences)  # type: ignore[arg-type]
@@ -197,6 +201,8 @@ class VllmEngine:
         # The attention knobs again: some can be read back from the scored steps only.
         outcomes = knobs.outcomes | self._gemm_outcomes(self._collectives.all_reduces(began[0])) | self._attention_knobs()
         result.knobs = gemm_knobs.under_pin(logprob_knobs.under_pin(outcomes, arm.pins), arm.pins)
+        if other and attended is not None:
+            result.knobs[attention_forced.SETTING] = attention_forced.came_of(other, attended)
         result.calls = {pin: calls.total(pin) for pin in sorted(arm.pins)}
         result.local = recorder.local_errors(self._host_group) if arm.probe == "local" else []
         result.boundaries = pins.boundaries(self._host_group) if boundary else {}

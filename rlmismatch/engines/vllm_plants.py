@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -149,14 +148,8 @@ def _attend_bf16(cache: PagedCache) -> Callable[[Callable[..., Any]], Callable[.
             # The engine's kernel is called all the same: only the numbers are to be wrong, not what reads the pages.
             native(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
             if attn_metadata is not None:
-                k_NBHD, v_NBHD = cache.views(layer, kv_cache)
-                bounds, lengths = attn_metadata.query_start_loc.tolist(), attn_metadata.seq_lens.tolist()
-                for s, (start, end) in enumerate(itertools.pairwise(bounds)):
-                    position = torch.arange(lengths[s], device=query.device)
-                    page, slot = attn_metadata.block_table[s, position // k_NBHD.shape[1]].long(), position % k_NBHD.shape[1]
-                    q_QHD = query[start:end].view(end - start, layer.num_heads, layer.head_size)
-                    out_QHD = _bf16_fold(q_QHD, k_NBHD[page, slot], v_NBHD[page, slot])
-                    output[start:end].view(out_QHD.shape).copy_(out_QHD)
+                for rows, given in cache.sequences(layer, query, kv_cache, attn_metadata):
+                    output[rows].view(given.q_THD.shape).copy_(_bf16_fold(given.q_THD, given.k_THD, given.v_THD))
             return output
 
         return forward

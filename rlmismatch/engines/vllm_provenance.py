@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rlmismatch.engines import attention_knobs, attention_ran
+from rlmismatch.engines import attention_knobs, attention_ran, vllm_forced
 from rlmismatch.engines.attention_ran import Ran
 from rlmismatch.engines.vllm_site import (
     Site,
@@ -73,6 +73,7 @@ def provenance(site: Site) -> dict[str, Any]:
         "gemm": gemm_library(site),
         "attention_kernels": site.trial.kernels,
         "attention_ran": _attention_ran(site),
+        "attention_forced": vllm_forced.facts(site.live),
         "attention_lse": None if site.trial.lse is None else site.trial.lse.to_json(),
         "attention_backends": sorted(attention_backends(site)),
         "communicator": None if communicator is None else type(communicator).__name__,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
 
-from rlmismatch.attention_policies import Policy
+from rlmismatch.attention_policies import Operands, Policy
 from rlmismatch.errors import EnvironmentUnfitError
 from rlmismatch.kernels import attention
 from rlmismatch.kernels.attention import reference as attention_fp64
@@ -53,6 +54,17 @@ class PagedCache:
             )
         k, v = kv_cache.unbind(1)
         return k, v
+
+    def sequences(self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any) -> Iterator[tuple[slice, Operands]]:
+        """Each sequence of a step: its rows of `query`, and its operands, whose K and V are all its tokens' in logical order."""
+        k_NBHD, v_NBHD = self.views(layer, kv_cache)
+        bounds, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+        for s, (start, end) in enumerate(itertools.pairwise(bounds)):
+            position = torch.arange(lengths[s], device=query.device)
+            page, slot = metadata.block_table[s, position // k_NBHD.shape[1]].long(), position % k_NBHD.shape[1]
+            q_QHD = query[start:end].view(end - start, layer.num_heads, layer.head_size)
+            scale = float(layer.head_size**-0.5)
+            yield slice(start, end), Operands(q_THD=q_QHD, k_THD=k_NBHD[page, slot], v_THD=v_NBHD[page, slot], scale=scale)
 
     def _write(self, native: Callable[..., Any]) -> Callable[..., Any]:
         def update(layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> Any:

@@ -132,6 +132,14 @@ def test_what_an_engine_cannot_take_is_no_pass(name: str, runs: Mapping[str, Fut
         ("attention.materialization", "rollout"): ("decode", "applied"),
         ("attention.prefix_cache", "rollout"): ("off", "applied"),
     }
+    forced = {(m["side"], m["what"].partition(":")[0]): m["value"] for m in of(done, "measures", axis="attention.provenance")}
+    assert forced.keys() == {
+        *(("trainer", f"{name} forced, forward") for name in ("sdpa_math", "sdpa_flash")),
+        *(("rollout", f"{name} forced, {path}") for name in ("sdpa_math", "sdpa_flash", "vec16") for path in ("prefill", "decode")),
+        *((side, "sdpa_efficient forced") for side in ("trainer", "rollout")),
+    }
+    assert {what for (_, what), value in forced.items() if value is None} == {"sdpa_efficient forced"}
+    assert all(forced["trainer", f"{name} forced, forward"] > 0 for name in ("sdpa_math", "sdpa_flash"))  # the trainer rounds its scores
     taken = {row["name"] for row in done.report["ratios"] if row["drift"]}
     assert "prefill/decode" in taken
     assert taken.isdisjoint({"prefill/paged", "prefill/chunked"})
