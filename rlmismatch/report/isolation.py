@@ -190,8 +190,10 @@ def _every_axis(report: Report) -> Section:
         for a in report.axes
     )
     ratios = sorted({a.ratio for a in report.axes if a.ratio})
-    note = f"{ALONE_LAST}; both speak of {', '.join(ratios)}" if ratios else ALONE_LAST
-    blocks: list[Block] = [Table(columns=columns, rows=rows), Lines(lines=(cell(note, "dim"),))]
+    drifts = [ratio for ratio in ratios if ratio != "gradient"]
+    notes = [f"{ALONE_LAST}; both speak of {', '.join(drifts)}" if drifts else ALONE_LAST]
+    notes += [GRADIENT_UNIT] if "gradient" in ratios else []
+    blocks: list[Block] = [Table(columns=columns, rows=rows), Lines(lines=tuple(cell(note, "dim") for note in notes))]
     if reasons := tuple((a.axis, cell(a.why, "dim")) for a in report.axes if a.why):
         blocks.append(Pairs(pairs=reasons))
     numbers = sum((a.local, a.alone, a.last) != (None, None, None) or a.status == "measured" for a in report.axes)

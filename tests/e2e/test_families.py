@@ -82,6 +82,11 @@ def test_gemm(name: str, runs: Mapping[str, Future[Done]]) -> None:
         assert row["alone"] > 0
         assert row["last"] >= 0
     assert rows(done)["gemm.kernel"]["local"] > 0
+    # What no gradient was taken for: the sum of dX has no order at TP2, as the live layer shows; the way into main_grad is not known.
+    sum_, wgrad = rows(done)["gemm.dgrad_reduce"], rows(done)["gemm.wgrad_accumulate"]
+    assert (sum_["status"], sum_["contract"]) == ("structural zero", "equal")
+    assert sum_["why"] == "trainer TP2 with equal payload and accumulate dtype: one addition, no order"
+    assert (wgrad["status"], wgrad["contract"], wgrad["why"]) == ("not run", "not applicable", "not measured: --grads")
     assert done.report["knobs"] == []
 
 
@@ -91,6 +96,8 @@ def test_gemm_knobs_hold_their_pins_in_every_arm(name: str, runs: Mapping[str, F
     closed(done)
     assert knobs(done) == on_both_sides(**{"gemm.kernel": "triton", "gemm.forward_reduce": "rank_order"})
     assert (statuses(done)["gemm.kernel"], statuses(done)["gemm.forward_reduce"]) == ("pinned", "pinned")
+    held = next(c for c in done.report["contract"] if (c["axis"], c["field"]) == ("gemm.forward_reduce", "engine"))
+    assert {held[side]["value"] for side in ("trainer", "rollout")} == {"rank_order"}  # not what the engines would do by themselves
 
 
 @pytest.mark.parametrize("name", ["attention"])

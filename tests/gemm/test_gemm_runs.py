@@ -16,7 +16,7 @@ FLAGS = ("--deterministic-mode", "on", "--tf32", "off", *BOTH_LOW)
 TP2_SP = ("--tensor-parallel-size", "2", "--sequence-parallel", "on")
 OWN_SUMS = ("--trainer.forward-reduce", "rank_order", "--rollout.forward-reduce", "reduce_scatter")
 RUNS: Mapping[str, tuple[str, ...]] = {
-    "forced": ("--ckpt", TINY, *TP2_SP, "--all-reduce-backend", "gloo", "--forward-reduce", "all_reduce", *FLAGS),
+    "forced": ("--ckpt", TINY, *TP2_SP, "--all-reduce-backend", "gloo", "--forward-reduce", "all_reduce", *FLAGS, "--grads"),
     "one sided": ("--ckpt", TINY, *TP2, *OWN_SUMS, "--all-reduce-backend", "custom", "--trainer.batch-invariant", "on"),
     "promised": ("--ckpt", MID, "--rollout.batch-invariant", "on"),
 }
@@ -78,6 +78,41 @@ def test_every_product_and_sum_is_measured(runs: Mapping[str, Future[Done]]) -> 
     assert low > 1e3 * high > 0
     assert "gloo, 4 rows: error of the sum" in {m["what"] for m in done.report["measures"]}
     assert not [m["what"] for m in done.report["measures"] if m["limit"] is not None and not abs(m["value"]) <= m["limit"]]
+
+
+def test_gradients_are_a_row_a_parameter_and_three_that_share_the_drift(runs: Mapping[str, Future[Done]]) -> None:
+    """Six axes, and what the gradients' drift is made of: nine rows, of a run as a user starts it."""
+    done = runs["forced"].result().exits(0)
+    axes = {row["axis"]: row for row in done.report["axes"]}
+    assert {axis: row["status"] for axis, row in axes.items()} == {
+        "gemm.runtime_flags": "measured",
+        "gemm.kernel": "measured",
+        "gemm.dgrad_reduce": "structural zero",
+        "gemm.forward_reduce": "measured",
+        "gemm.wgrad_accumulate": "measured",
+        "rollout.all_reduce_backend": "measured",
+    }
+    assert {row["contract"] for axis, row in axes.items() if "_reduce" in axis or "_acc" in axis} == {"equal", "recorded"}
+    info = done.report["gradients"]
+    players = {p["player"]: p for p in info["players"]}
+    assert list(players) == ["ops", "dgrad_reduce", "wgrad_accumulate"]
+    assert (players["dgrad_reduce"]["share"], players["dgrad_reduce"]["why"]) == (None, "structural zero: at most one addition")
+    assert players["ops"]["share"] + players["wgrad_accumulate"]["share"] == pytest.approx(1)
+    wgrad = axes["gemm.wgrad_accumulate"]
+    assert wgrad["ratio"] == "gradient"
+    assert (wgrad["alone"], wgrad["last"]) == tuple(players["wgrad_accumulate"][k] for k in ("alone", "last"))
+    assert wgrad["alone"] > wgrad["last"] > 0
+
+    parameters = info["rows"]
+    assert len({r["parameter"] for r in parameters}) == len(parameters) == 25
+    assert len({r["digest"] for r in parameters}) == len(parameters)
+    assert sum(r["elements"] for r in parameters) == info["elements"]
+    assert sum(r["unequal"] for r in parameters) == info["unequal"] > 0
+    assert [r["relative_l2"] for r in parameters] == sorted((r["relative_l2"] for r in parameters), reverse=True)
+    assert 1e-3 < info["relative_l2"] < 0.1
+    assert info["microbatches"] == 4
+    own = {c["name"]: c["ok"] for c in done.report["controls"] if "gradient" in c["name"]}
+    assert (len(own), set(own.values())) == (3, {True})
 
 
 def test_each_flag_is_flipped_in_the_live_processes_and_put_back(runs: Mapping[str, Future[Done]]) -> None:
