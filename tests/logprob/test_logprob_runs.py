@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rlmismatch.engines.collective_order import AS_SENT, OWN_FIRST, RING_DOWN
 from tests.cli_runs import MASK, QUICK, TINY, TP2, Done, run, side_by_side
 
 FIXED = ("--reduce", "allgather_partials_fixed_merge")
@@ -95,6 +96,11 @@ def test_four_ranks_of_both_engines_close_and_merge_in_one_order(runs: Mapping[s
     for side in ("trainer", "rollout"):
         assert said["logprob.reduce:order"][side]["value"] == "tiles of fixed width by global index"
         assert said["logprob.merge_order:merge_order"][side]["value"] == "global_vocab_shard_index"
+    # The row-parallel sums have two orders and two dtypes, and both are read from the live collectives.
+    for field, trainer, rollout in (("order", RING_DOWN, OWN_FIRST), ("acc_dtype", AS_SENT, "float32")):
+        found = said[f"gemm.forward_reduce:{field}"]
+        assert {found[side]["evidence"] for side in ("trainer", "rollout")} == {"read"}
+        assert (found["trainer"]["value"], found["rollout"]["value"], found["outcome"]) == (trainer, rollout, "waived")
     assert "in 6 orders of arrival" in measure(done, "logprob.merge_order", "shards", "trainer")["what"]
     assert measure(done, "logprob.vocab_shards", "tiles of 32")["value"] == 0.0
 
