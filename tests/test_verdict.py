@@ -251,8 +251,26 @@ class TestShutDoors:
         assert ends(result) == ("INCONCLUSIVE", 5)
         assert result.reasons[0].axis == "logprob.reduce"
         assert "550 is no multiple of 64" in result.reasons[0].text
-        assert "allreduce_partials" in result.reasons[0].hint
+        assert result.reasons[0].hint == "leave --reduce out, or ask for what runs here: --reduce allgather_logits"
         assert ends(given(knobs=(dataclasses.replace(row, status="applied"),))) == ("OK", 0)
+
+    @pytest.mark.parametrize(
+        ("knob", "requested", "actual", "hint"),
+        [
+            (
+                "gemm.all_reduce_backend",
+                "custom",
+                "shm",
+                "leave --all-reduce-backend out, or ask for what runs here: --all-reduce-backend shm",
+            ),
+            ("gemm.batch_invariant", "on", "off", "leave --batch-invariant out, or ask for what runs here: --batch-invariant off"),
+            ("gemm.forward_reduce", "all_reduce", None, "leave --forward-reduce out, or ask for another value: reduce_scatter, rank_order"),
+            ("gemm.no_such_knob", "x", None, "leave --no-such-knob out"),
+        ],
+    )
+    def test_a_knob_that_cannot_be_had_comes_with_what_can(self, knob: str, requested: str, actual: str | None, hint: str) -> None:
+        row = KnobRow(knob=knob, side="rollout", requested=requested, actual=actual, status="unsupported", reason="why")
+        assert given(knobs=(row,)).reasons[0].hint == f"leave {hint}"
 
     def test_an_oracle_limit_is_a_defect_whatever_the_other_side_says(self) -> None:
         result = given(budget=(LINE, over(3.4, "oracle_error_ratio (trainer)")), fail_on="contract")

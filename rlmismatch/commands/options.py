@@ -320,9 +320,11 @@ def settings_of(
             hint="attribute without --compile; --compile alone measures what compilation moves",
         )
     if settings.sp and settings.trainer_tp == 1:
-        raise UsageError("sp-needs-tp", "--sp needs --trainer-tp of at least 2")
+        raise UsageError("sp-needs-tp", "--sp needs --trainer-tp of at least 2", hint="--trainer-tp 2, or leave --sp out")
     if settings.cp == 1 and (settings.cp_comm_type or settings.cp_partition != "zigzag"):
-        raise UsageError("cp-options-need-cp", "--cp-partition and --cp-comm-type need --cp of at least 2")
+        raise UsageError(
+            "cp-options-need-cp", "--cp-partition and --cp-comm-type need --cp of at least 2", hint="--cp 2, or leave them out"
+        )
     for axis in settings.axis:
         axes.by_id(axis)
     for key in (*settings.waive, *(key for side in parse_declarations(settings.declare).values() for key in side)):

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Final, get_args
 
 from rlmismatch import axes
+from rlmismatch.axes.base import Axis
 from rlmismatch.contract import Evidence, FieldComparison, Outcome, Reading, Tier
 from rlmismatch.drift.budget import ORACLE
 from rlmismatch.errors import RlmismatchError, UsageError
@@ -296,14 +297,24 @@ def _knobs(facts: Facts) -> Iterable[Reason]:
         if row.status == "applied":
             continue
         axis = axes.axis_of_knob(row.knob)
-        values = axis.knobs.get(row.knob, ()) if axis else ()
         yield Reason(
             kind="inconclusive",
             text=f"{row.knob}={row.requested} on the {row.side}: {row.status.replace('_', ' ')}, actual is {row.actual}"
             + (f" ({row.reason})" if row.reason else ""),
             axis=axis.id if axis else "",
-            hint=f"values are {', '.join(values)}" if values else "",
+            hint=_knob_hint(row, axis),
         )
+
+
+def _knob_hint(row: Knob, axis: Axis | None) -> str:
+    """What to ask for instead: what runs here where it has a name, or else another of the knob's values."""
+    name = row.knob.rpartition(".")[2]
+    option = f"--{name.replace('_', '-')}"
+    values = next((v for knob, v in axis.knobs.items() if knob.rpartition(".")[2] == name), ()) if axis else ()
+    if row.actual in values and row.actual != row.requested:
+        return f"leave {option} out, or ask for what runs here: {option} {row.actual}"
+    others = [value for value in values if value != row.requested]
+    return f"leave {option} out" + (f", or ask for another value: {', '.join(others)}" if others else "")
 
 
 def _unseen_plants(facts: Facts, reasons: Collection[Reason]) -> list[Reason]:
