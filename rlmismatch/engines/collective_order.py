@@ -99,7 +99,7 @@ def asked(
         if not on_every_rank(is_sum(live, parts), tp, device):
             none = not_applicable(f"{source}: what it returns is not the sum of the ranks' operands")
             return none, none
-        found[size] = explained(live, parts, tp, scattered=scattered)
+        found[size] = explained(live, parts, tp, device, scattered=scattered)
     acc = _by_size({n: None if f is None else f.acc_dtype for n, f in found.items()}, source)
     if tp.size == 2:
         return not_applicable(TWO), acc
@@ -148,7 +148,7 @@ def is_sum(live: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
     return float((live.double() - exact).norm()) <= _NO_SUM * float(exact.norm())
 
 
-def explained(live: torch.Tensor, parts: Sequence[torch.Tensor], tp: TpGroup, *, scattered: bool) -> Found | None:
+def explained(live: torch.Tensor, parts: Sequence[torch.Tensor], tp: TpGroup, device: torch.device, *, scattered: bool) -> Found | None:
     """The order and the dtype of the running sum that give every element of `live`, on every rank; None if none that is known does.
 
     live: this rank's [N], or its slice where scattered. parts: every rank's operand, sliced alike. Collective.
@@ -157,7 +157,7 @@ def explained(live: torch.Tensor, parts: Sequence[torch.Tensor], tp: TpGroup, *,
     named = _named(ranks, scattered=scattered)
     for hop in dict.fromkeys((torch.float32, sent, torch.bfloat16, torch.float64)):
         fits = [_in_chunks([_added(tree, parts, hop).to(sent) == live for tree in by_rank[tp.rank]]) for by_rank in named.values()]
-        names = [name for name, fit in zip(named, _all_ranks(fits, tp, live.device), strict=True) if fit]
+        names = [name for name, fit in zip(named, _all_ranks(fits, tp, device), strict=True) if fit]
         if names:
             return Found(order=names[0], acc_dtype=_dtype_word(hop, sent), several=len(names) > 1)
     for hop in dict.fromkeys((torch.float32, sent, torch.bfloat16)):

@@ -60,7 +60,7 @@ def _order(engine: MegatronEngine) -> tuple[Reading, Reading]:
     if not collective_order.on_every_rank(collective_order.is_sum(dx_N, parts), tp, engine.device):
         nothing = not_applicable(f"{source}: dX is not the sum of the ranks' partials")
         return nothing, nothing
-    found = collective_order.explained(dx_N, parts, tp, scattered=sp)
+    found = collective_order.explained(dx_N, parts, tp, engine.device, scattered=sp)
     if found is None:
         nothing = unknown(f"{source}: no order of additions that is known gives these values")
         return nothing, nothing

@@ -105,6 +105,21 @@ def only(rank: int) -> TpGroup:
     return TpGroup(group=None, size=1, rank=rank)
 
 
+class Elsewhere(TpGroup):
+    """Takes what is on the engine's device alone, as NCCL does."""
+
+    def gathered(self, x: torch.Tensor) -> list[torch.Tensor]:
+        assert x.device.type == "meta"
+        return [torch.ones(x.shape, dtype=x.dtype)]
+
+
+def test_what_the_ranks_exchange_is_on_the_device_that_they_share() -> None:
+    parts = partials(2)
+    tp = Elsewhere(group=None, size=1, rank=0)
+    assert explained(left(parts, (0, 1), torch.float32).bfloat16(), parts, tp, torch.device("meta"), scattered=False) is not None
+    assert order.on_every_rank(True, tp, torch.device("meta"))
+
+
 def partials(ranks: int, dtype: torch.dtype = torch.bfloat16, count: int = 512) -> list[torch.Tensor]:
     return [torch.randn(count, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(ranks)]
 
@@ -112,10 +127,10 @@ def partials(ranks: int, dtype: torch.dtype = torch.bfloat16, count: int = 512) 
 @pytest.mark.parametrize("ranks", [3, 4, 8])
 def test_operands_that_reveal_nothing_are_explained_by_several_orders(ranks: int) -> None:
     parts = partials(ranks)
-    found = explained(left(parts, range(ranks), torch.float32).bfloat16(), parts, only(0), scattered=False)
+    found = explained(left(parts, range(ranks), torch.float32).bfloat16(), parts, only(0), CPU, scattered=False)
     assert found == Found(order=order.RANK_ORDER, acc_dtype="float32", several=True)
     parts = order.revealing(ranks, 512, torch.bfloat16)
-    found = explained(left(parts, range(ranks), torch.float32).bfloat16(), parts, only(1), scattered=False)
+    found = explained(left(parts, range(ranks), torch.float32).bfloat16(), parts, only(1), CPU, scattered=False)
     assert found == Found(order=order.RANK_ORDER, acc_dtype="float32")
 
 
@@ -126,7 +141,7 @@ def test_a_ring_that_rounds_at_every_hop_is_named_whatever_its_chunks(ranks: int
     for piece in range(ranks):
         own = slice(piece * 512 // ranks, (piece + 1) * 512 // ranks)
         pieces.append(left([p[own] for p in parts], [(piece - 1 - i) % ranks for i in range(ranks)], torch.bfloat16))
-    assert explained(torch.cat(pieces), parts, only(0), scattered=False) == Found(order=order.RING_DOWN, acc_dtype=AS_SENT)
+    assert explained(torch.cat(pieces), parts, only(0), CPU, scattered=False) == Found(order=order.RING_DOWN, acc_dtype=AS_SENT)
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
@@ -134,19 +149,19 @@ def test_a_tree_of_pairs_is_no_ring(ranks: int) -> None:
     level = parts = order.revealing(ranks, 512, torch.float32)
     while len(level) > 1:
         level = [a + b for a, b in zip(level[::2], level[1::2], strict=True)]
-    assert explained(level[0], parts, only(2), scattered=False) == Found(order=order.PAIRS, acc_dtype="float32")
+    assert explained(level[0], parts, only(2), CPU, scattered=False) == Found(order=order.PAIRS, acc_dtype="float32")
 
 
 def test_a_ring_that_has_no_name_is_spelt_out() -> None:
     parts = partials(4, torch.float32)
-    found = explained(left(parts, (2, 3, 0, 1), torch.float32), parts, only(0), scattered=True)
+    found = explained(left(parts, (2, 3, 0, 1), torch.float32), parts, only(0), CPU, scattered=True)
     assert found == Found(order="ring 2-3-0-1", acc_dtype="float32")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_float32_partials_added_in_bfloat16_are_found(ranks: int) -> None:
     parts = partials(ranks, torch.float32)
-    found = explained(left(parts, range(ranks), torch.bfloat16).float(), parts, only(0), scattered=True)
+    found = explained(left(parts, range(ranks), torch.bfloat16).float(), parts, only(0), CPU, scattered=True)
     assert found is not None
     assert found.acc_dtype == "bfloat16"
 
@@ -157,4 +172,4 @@ def test_a_partial_is_no_sum_and_an_order_that_is_not_known_is_unknown() -> None
     assert not order.is_sum(torch.full_like(parts[0], torch.nan), parts)
     across = left(parts, (0, 2, 1, 3), torch.bfloat16)
     assert order.is_sum(across, parts)
-    assert explained(across, parts, only(0), scattered=False) is None
+    assert explained(across, parts, only(0), CPU, scattered=False) is None
