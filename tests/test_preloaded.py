@@ -14,13 +14,14 @@ import torch
 from rlmismatch import capture
 from tests.cli_runs import MASK, QUICK, TINY, TP2, Done, gone, run, side_by_side
 
+pytestmark = pytest.mark.engines
+
 
 def side(done: Done, name: str) -> dict[str, Any]:
     data: dict[str, Any] = json.loads((done.folder / name / "side.json").read_text())
     return data
 
 
-@pytest.mark.engines
 def test_a_forked_worker_is_a_worker(preloaded: str, tmp_path: Path) -> None:
     options = ("--ckpt", TINY, *MASK, *TP2, *QUICK)
     cases = {
