@@ -85,6 +85,11 @@ def preload(engine: str) -> None:
         VllmEngine(SideConfig(side="rollout", engine="vllm", ckpt=""), rank=0, local_rank=0)._set_environment()
     for name in MODULES[engine]:
         importlib.import_module(name)
+    if engine == "megatron":  # its fused losses are compiled; what torch asks the machine for that, it asks once a process
+        from torch._inductor import codecache, cpu_vec_isa
+
+        cpu_vec_isa.valid_vec_isa_list()
+        codecache.CacheBase.get_system()
     gc.collect()
     gc.freeze()
 

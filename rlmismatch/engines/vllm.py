@@ -11,16 +11,13 @@ import contextlib
 import functools
 import gc
 import os
-import platform
 import time
-import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, get_args
 
 import torch
-import torch.distributed as dist
 
 from rlmismatch.checkpoint import Checkpoint
 from rlmismatch.contract import Reading
@@ -48,6 +45,7 @@ from rlmismatch.engines import (
     vllm_provenance,
     vllm_readings,
     vllm_readings_attention,
+    vllm_shared_memory,
     vllm_sums,
     vllm_transforms,
     vllm_weights,
@@ -101,7 +99,7 @@ class VllmEngine:
         self._set_environment()
         # Ranks that do not share a name have no shared memory in common: vLLM then sums by gloo.
         apart = gemm_knobs.all_reduce_backend(config) == "gloo" and config.device == "cpu"
-        with _own_shared_memory_name(f"-{self._rank}" if apart else ""):
+        with vllm_shared_memory.of_this_run(f"-{self._rank}" if apart else ""):
             self._llm = self._start()
         self._worker = self._llm.llm_engine.model_executor.driver_worker.worker
         runner = self._worker.model_runner
@@ -390,26 +388,3 @@ def _all_reduce(x: torch.Tensor) -> torch.Tensor:
 
     out: torch.Tensor = tensor_model_parallel_all_reduce(x)
     return out
-
-
-@contextlib.contextmanager
-def _own_shared_memory_name(suffix: str = "") -> Iterator[None]:
-    """A name of this run's own for the shared memory of vLLM's CPU collectives, while the engine starts. suffix: of this rank.
-
-    The external launcher names it after ``env://``: two runs on one host would share a segment, and mix their tensors. The host's name
-    is part of it because vLLM uses shared memory wherever all ranks have one name; ranks on several hosts then use gloo.
-    """
-    name = [uuid.uuid4().hex]
-    dist.broadcast_object_list(name, src=0)
-    try:
-        from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Communicator
-    except ImportError:  # a build without CPU collectives
-        yield
-        return
-    native = Communicator.make_group_name
-    own = f"{platform.node()}-{name[0]}{suffix}"
-    Communicator.make_group_name = staticmethod(lambda communicator: f"{own}-{communicator.unique_name}")
-    try:
-        yield
-    finally:
-        Communicator.make_group_name = staticmethod(native)

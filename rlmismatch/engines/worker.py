@@ -22,7 +22,7 @@ import threading
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlmismatch import capture, tokens
 from rlmismatch.contract import read, readings_to_json
@@ -75,12 +75,18 @@ def main() -> None:
     except BaseException as error:  # the process ends here; the driver gets the reason
         channel.fail(error)
         traceback.print_exc()
-        sys.stderr.flush()
-        # Engines hold threads and communicators that a clean interpreter exit may wait for; a peer rank may hang in a collective.
-        os._exit(1)
+        _end(1)
+
+
+def _end(code: int) -> NoReturn:
+    """End the process at once, while its engine is still held.
+
+    Engines hold threads and communicators that a clean interpreter exit may wait for, and a peer rank may hang in a collective. An engine
+    that is let go shuts itself down: vLLM takes a second for what the system does anyway.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def _die_with_parent() -> None:
@@ -195,7 +201,7 @@ def _load_engine(config: SideConfig, rank: int, local_rank: int) -> Engine:
     return engine
 
 
-def _serve(worker: WorkerConfig, channel: _Channel) -> None:
+def _serve(worker: WorkerConfig, channel: _Channel) -> NoReturn:
     config = worker.config
     _require_engine(config)
     if config.device == "cpu" and config.impl == "triton":
@@ -229,8 +235,7 @@ def _serve(worker: WorkerConfig, channel: _Channel) -> None:
     while True:
         request = channel.next()
         if request["op"] == "exit":
-            # The process ends here, and the system takes back what the engine holds; vLLM's own shutdown takes seconds.
-            return
+            _end(0)
         for message in session.handle(request):
             channel.send(message)
 

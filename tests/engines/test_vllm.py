@@ -103,6 +103,13 @@ def test_all_pinned_by_triton_is_one_number_in_every_form_and_at_every_tp(runs: 
     assert torch.equal(scores(runs[tp]["triton"], path), scores(runs[1]["triton"]))
 
 
+def test_memory_that_ranks_share_has_no_name_that_could_be_left_behind(runs: Runs) -> None:
+    segments = runs[2]["shared memory"]
+    assert len([name for name in segments if "-tp:" in name]) == 2  # of the collectives, one a rank
+    assert any("/psm_" in name for name in segments)  # of broadcasts
+    assert [name for name in segments if not name.endswith("(deleted)")] == []
+
+
 @pytest.mark.parametrize("tp", TPS)
 def test_pinned_bits_do_not_depend_on_the_batch(runs: Runs, tp: int) -> None:
     arms = runs[tp]["arms"]

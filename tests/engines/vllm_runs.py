@@ -208,6 +208,8 @@ def work(rank: int, folder: Path, tp: int) -> None:
     out: dict[str, Any] = {"float32": {}, "float32 digests": {}, "plants": {}, "sound": {}, "oracle": {}, "refused": []}
     with rollout(folder, "tiny-qwen3", tp, rank) as engine:
         out["arms"] = arms(engine)
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        out["shared memory"] = [line.split(maxsplit=5)[5] for line in maps if "/dev/shm/" in line]
     with rollout(folder, "tiny-qwen3", tp, rank, impl="triton") as engine:
         out["triton"] = arm(engine, pins=every_pin(engine), sequences=TINY)
     for name in FLOAT32[tp]:
