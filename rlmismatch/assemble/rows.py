@@ -221,8 +221,19 @@ def ratios(evidence: Evidence, book: ScoreBook, *, void: bool) -> tuple[RatioRow
             why = "not comparable: numbers are void"
         elif drift is None:
             why = "no log-probs were recorded" if second == "recorded" else "not taken"
-        rows.append(RatioRow(name=name, drift=_decoded(drift, evidence), why=why))
+        rows.append(RatioRow(name=name, drift=_decoded(drift, evidence), why=why, note=_benign(evidence, book, second, drift)))
     return tuple(rows)
+
+
+def _benign(evidence: Evidence, book: ScoreBook, path: str, drift: Drift | None) -> str:
+    """Why two forms of one rollout that differ break nothing: pinned they are equal, so what differs is kernels and row counts."""
+    if drift is None or not drift.unequal or path not in ("chunked", "paged", "decode") or evidence.broken:
+        return ""
+    arm = arm_id(ALL, evidence.base_pins)
+    pinned = book.aligned(book.get("rollout", arm, "prefill"), book.get("rollout", arm, path))
+    if pinned is None or pinned.invalid or bool((pinned.delta_N != 0).any()):
+        return ""
+    return "no breach of the contract: with every axis pinned the two forms are bit-equal, so other kernels or row counts differ"
 
 
 def _decoded(drift: Drift | None, evidence: Evidence) -> Drift | None:
