@@ -290,10 +290,11 @@ class Run:
     def _paged(self, base: frozenset[str]) -> list[Arm]:
         """Arms of the rollout alone, in which pages lie elsewhere and prefixes come from the cache; beside each the same without."""
         s = self.settings
-        if s.command != "attention" or (s.axis and "attention.paged_kv" not in s.axis):
+        if s.command != "attention" or (s.axis and not {"attention.paged_kv", "attention.layout"} & set(s.axis)):
             return []
         cached = s.knobs_of("rollout").get("attention.prefix_cache") != "off"
-        paths: tuple[ScorePath, ...] = ("prefill", "prefill_shuffled", "decode", "decode_shuffled", *(("decode_hit",) if cached else ()))
+        paths: tuple[ScorePath, ...] = ("prefill", "prefill_shuffled", "prefill_packed", "decode", "decode_shuffled")
+        paths = (*paths, "decode_hit") if cached else paths
         return [Arm(id=PAGED, pins=ALL - {"attention"} | base, paths=paths), Arm(id=PAGED_PINNED, pins=ALL, paths=paths)]
 
     def _forced(self, side: SideName, base: frozenset[str], paths: tuple[ScorePath, ...]) -> list[Arm]:

@@ -10,6 +10,7 @@ from rlmismatch import attribution, axes, verdict
 from rlmismatch.arms import COMPILE, NATIVE
 from rlmismatch.assemble import (
     attention,
+    attention_backends,
     attention_lse,
     attention_ran,
     attention_trainer,
@@ -50,6 +51,7 @@ _MEASURES: Final = (
     gemm.measures,
     gradients.measures,
     attention.measures,
+    attention_backends.measures,
     attention_lse.measures,
     attention_trainer.measures,
     logprob.measures,

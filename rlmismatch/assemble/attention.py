@@ -9,13 +9,12 @@ import math
 from collections.abc import Iterator
 from typing import Final
 
-from rlmismatch.arms import FORCED, LOCAL, NATIVE, PAGED, PAGED_PINNED
+from rlmismatch.arms import ATTENTION, LOCAL, PAGED, PAGED_PINNED
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.contract import Evidence as Known
 from rlmismatch.contract import Reading
 from rlmismatch.drift import AlignedScores
 from rlmismatch.drift.model import Hint
-from rlmismatch.engines import attention_forced
 from rlmismatch.engines.protocol import SideName
 from rlmismatch.evidence import Evidence
 from rlmismatch.report.model import MeasureRow
@@ -62,7 +61,13 @@ def _window(evidence: Evidence, side: SideName) -> Iterator[Hint]:
 
 def measures(evidence: Evidence, book: ScoreBook) -> tuple[MeasureRow, ...]:
     """Rows of materialization, rope, layout and paged_kv; none without the arms of ``rlmismatch attention``."""
-    return (*_forms(book), *_rope(book), *_heads(evidence), *_pages(evidence, book), *_forced(evidence, book))
+    return (
+        *_forms(book),
+        *_rope(book),
+        *_heads(evidence),
+        *_strided(book),
+        *_pages(evidence, book),
+    )
 
 
 def _forms(book: ScoreBook) -> Iterator[MeasureRow]:
@@ -113,35 +118,29 @@ def _heads(evidence: Evidence) -> Iterator[MeasureRow]:
             )
 
 
-def _forced(evidence: Evidence, book: ScoreBook) -> Iterator[MeasureRow]:
-    """What another backend in place of a side's own attention moves in its log-probs; and why a backend was not forced."""
-    axis = "attention.provenance"
-    for side in _SIDES:
-        described, arms = evidence.side(side), book.arms[side]
-        known = described.provenance.get("attention_forced", {}) if described else {}
-        if not any(name.startswith(FORCED) for name in arms):
-            continue
-        for backend, version in known.items():
-            arm = arms.get(FORCED + backend)
-            if arm is None:
-                yield MeasureRow(axis=axis, side=side, what=f"{backend} forced", value=None, note=version)
-                continue
-            outcome = arm.knobs.get(attention_forced.SETTING, {})
-            for path, scores in arm.scores.items():
-                what = f"{backend} forced, {path}: mean abs difference from the side's own attention"
-                aligned = book.aligned(arms[NATIVE].scores[path], scores)
-                if outcome.get("status") != "applied" or aligned is None or aligned.invalid:
-                    yield MeasureRow(axis=axis, side=side, what=what, value=math.nan, note=f"did not run: {outcome.get('reason', '')}")
-                    continue
-                delta = abs(aligned.delta_N)
-                note = f"{int((delta != 0).sum())} of {aligned.tokens} tokens unequal, largest {delta.max():.3g}; {version}"
-                yield MeasureRow(axis=axis, side=side, what=what, value=float(delta.mean()), note=note)
+def _strided(book: ScoreBook) -> Iterator[MeasureRow]:
+    """The trainer's attention, and ours, on views into one packed buffer."""
+    arm = book.arms["trainer"].get(ATTENTION)
+    for source, words, limit in (("native", "the live attention", None), ("pin", "our kernel", 0.0)):
+        found = [x for key, x in (arm.boundaries if arm else {}).items() if key.startswith(f"layout/{source}/")]
+        if found:
+            unequal, count = (int(sum(float(x[i]) for x in found)) for i in (0, 1))
+            yield MeasureRow(
+                axis="attention.layout",
+                side="trainer",
+                what=f"{words} on strided views of one Q, K, V buffer, against contiguous operands",
+                value=float(unequal),
+                unit="elements unequal",
+                limit=limit,
+                note=f"of {count}",
+            )
 
 
 _PAGE_PAIRS: Final = (
-    ("prefill", "prefill_shuffled", "prefill on shuffled pages"),
-    ("decode", "decode_shuffled", "decode on shuffled pages"),
-    ("decode", "decode_hit", "decode behind a prefix hit"),
+    ("attention.layout", "prefill", "prefill_packed", "all sequences packed into one prefill, against each alone"),
+    ("attention.paged_kv", "prefill", "prefill_shuffled", "prefill on shuffled pages"),
+    ("attention.paged_kv", "decode", "decode_shuffled", "decode on shuffled pages"),
+    ("attention.paged_kv", "decode", "decode_hit", "decode behind a prefix hit"),
 )
 
 
@@ -150,11 +149,11 @@ def _pages(evidence: Evidence, book: ScoreBook) -> Iterator[MeasureRow]:
         arm = book.arms["rollout"].get(name)
         if arm is None:
             continue
-        for first, second, what in _PAGE_PAIRS:
+        for axis, first, second, what in _PAGE_PAIRS:
             if second in arm.scores:
                 aligned = book.aligned(arm.scores[first], arm.scores[second])
                 # A plant that breaks the cache breaks its pin's operands too: the contract says so, and this is no second finding.
-                yield _apart("attention.paged_kv", f"{what}, {words}", aligned, None if evidence.broken else limit)
+                yield _apart(axis, f"{what}, {words}", aligned, None if evidence.broken else limit)
     survived = _reading(evidence, "rollout", "attention.paged_kv", "prefix_cache_hits")
     if isinstance(survived.value, int) and PAGED in book.arms["rollout"]:
         yield MeasureRow(

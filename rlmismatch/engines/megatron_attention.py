@@ -63,11 +63,41 @@ def probe(engine: MegatronEngine, seen: Seen) -> tuple[dict[str, torch.Tensor], 
     if engine.cp.size == 1:
         for layer in layers_kept(engine.model.num_layers):
             out |= _backward(engine, seen, layer)
+            out |= _strided(engine, seen, layer)
     scale = engine.ops.shape.softmax_scale
     if engine.cp.size == 1:
         out |= exported(seen.tensors, num_layers=engine.model.num_layers, scale=scale, impl=engine.config.impl, tp=engine.tp)
     tried, notes = try_candidates(engine.config, seen, rank=engine.tp.rank, scale=scale)
     return {**out, **tried, "window": torch.tensor(engine.model.sliding_window or 0)}, notes
+
+
+def _strided(engine: MegatronEngine, seen: Seen, layer: int) -> dict[str, torch.Tensor]:
+    """``layout/SOURCE/layers.I`` -> float64 [2]: elements of the output that differ between contiguous operands and views into one buffer
+    that holds Q, K and V of a token side by side, as a fused projection leaves them; and all elements. SOURCE: native, pin. Collective.
+    """
+    core = engine.gpt.decoder.layers[layer].self_attention.core_attention
+    q, k, v = plain = tuple(seen.tensors[f"layers.{layer}.{name}"].contiguous() for name in ("q", "k", "v"))
+    packed, heads, kv_heads = torch.cat(plain, 1), q.shape[1], k.shape[1]
+    views = (packed[:, :heads], packed[:, heads : heads + kv_heads], packed[:, heads + kv_heads :])
+    bounds, scale = [0, len(q)], engine.ops.shape.softmax_scale
+    local = engine.config.trainer_spec == "local"
+    mask = causal_mask(bounds[1], engine.device) if local else None
+    mask_type = engine.gpt.decoder.layers[0].self_attention.attn_mask_type
+
+    def native(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            out: torch.Tensor = core(q[:, None], k[:, None], v[:, None], mask, attn_mask_type=mask_type)
+        return out
+
+    def pin(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention.causal(q, k, v, bounds, scale=scale, impl=engine.config.impl).out_THD
+
+    out = {}
+    for source, attend in (("native", native), ("pin", pin)):
+        first, second = attend(q, k, v), attend(*views)
+        own = torch.tensor([float((first != second).sum()), float(first.numel())], dtype=torch.float64, device=engine.device)
+        out[f"layout/{source}/layers.{layer}"] = torch.stack(engine.tp.gathered(own)).sum(0).cpu()
+    return out
 
 
 def _backward(engine: MegatronEngine, seen: Seen, layer: int) -> dict[str, torch.Tensor]:

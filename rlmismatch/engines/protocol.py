@@ -24,7 +24,17 @@ Impl = Literal["reference", "triton"]
 # trainer: forward. rollout: prefill, chunked, paged, decode, and what pages come to (vllm_scoring.py). oracle: oracle (float64 or
 # float32), plain (model dtype).
 ScorePath = Literal[
-    "forward", "prefill", "chunked", "paged", "decode", "decode_hit", "prefill_shuffled", "decode_shuffled", "oracle", "plain"
+    "forward",
+    "prefill",
+    "chunked",
+    "paged",
+    "decode",
+    "decode_hit",
+    "prefill_shuffled",
+    "prefill_packed",
+    "decode_shuffled",
+    "oracle",
+    "plain",
 ]
 
 

@@ -73,6 +73,7 @@ def provenance(site: Site) -> dict[str, Any]:
         "gemm": gemm_library(site),
         "attention_kernels": site.trial.kernels,
         "attention_ran": _attention_ran(site),
+        "cascade_attention": _cascade(site),
         "attention_forced": vllm_forced.facts(site.live),
         "attention_lse": None if site.trial.lse is None else site.trial.lse.to_json(),
         "attention_backends": sorted(attention_backends(site)),
@@ -98,6 +99,20 @@ def provenance(site: Site) -> dict[str, Any]:
         "attention_candidates": attention_knobs.candidate_facts(site.config),
         "plants": dict(site.plants),
     }
+
+
+def _cascade(site: Site) -> str:
+    """Whether attention over a prefix that requests share may be split off and merged, read from the live engine."""
+    from vllm.v1.attention.backend import AttentionMetadataBuilder
+
+    backend = site.attention.attn.attn_backend.get_name()
+    builders = [b for groups in site.runner.attn_groups for group in groups for b in group.metadata_builders]
+    base = getattr(AttentionMetadataBuilder, "use_cascade_attention", None)
+    if base is None or all(type(b).use_cascade_attention is base for b in builders):
+        return f"not used: this vLLM's {backend} has none"
+    if site.vllm_config.model_config.disable_cascade_attn:
+        return "not used: disable_cascade_attn is set"
+    return f"allowed: {backend} uses it where enough requests share a long prefix; disable_cascade_attn turns it off"
 
 
 def _attention_ran(site: Site) -> list[dict[str, Any]]:

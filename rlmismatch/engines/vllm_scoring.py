@@ -4,7 +4,7 @@ prefill: the whole sequence in one step, its prompt log-probs. chunked: the same
 whose K and V are read from the prefix cache. decode: the prompt in one step, then one token a step, the given ids put in place of the
 sampled ones. These run one sequence at a time, as the trainer does, but for decode, which runs all of them together, as `generate` did
 when it recorded. Where pages lie and what a prefix hit saves is told by further paths: decode_hit is decode behind a prefix hit, and
-prefill_shuffled and decode_shuffled hand pages out in another order.
+prefill_shuffled and decode_shuffled hand pages out in another order. prefill_packed puts all sequences into one packed prefill.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlmismatch.pins.hooks import Patch, installed
 from rlmismatch.tokens import Prompt, Sequence
 from rlmismatch.transforms import Chain
 
-RolloutPath = Literal["prefill", "chunked", "paged", "decode", "decode_hit", "prefill_shuffled", "decode_shuffled"]
+RolloutPath = Literal["prefill", "chunked", "paged", "decode", "decode_hit", "prefill_shuffled", "decode_shuffled", "prefill_packed"]
 # Key in a request's extra arguments that carries the ids to force.
 _FORCED = "rlmismatch_forced_ids"
 _SHUFFLED_PAGES: Final = 4096
@@ -57,6 +57,8 @@ class Scorer:
             with self.pages_shuffled() if how == "shuffled" else contextlib.nullcontext():
                 if form == "decode":
                     scores = self._decode(sequences, path, hit=how == "hit")
+                elif how == "packed":
+                    scores = self._packed(sequences)
                 elif form == "paged":
                     scores = {s.id: self._paged(s) for s in sequences}
                 else:
@@ -136,6 +138,20 @@ class Scorer:
                 where="rollout",
             )
         return _prompt_logprobs(output, ids, start, name)
+
+    def _packed(self, sequences: Seq[Sequence]) -> dict[str, torch.Tensor]:
+        """Every sequence's prefill, several of them in one step, as far as the engine's steps hold them."""
+        params = self._params(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+        with self._steps_of(None) as steps:
+            outputs = self._generate([s.token_ids for s in sequences], [params] * len(sequences))
+        total = sum(len(s.token_ids) for s in sequences)
+        if sum(steps) != total or (len(sequences) > 1 and len(steps) >= len(sequences)):
+            raise EngineError(
+                "rollout-steps-differ",
+                f"packed prefill of {len(sequences)} sequences ({total} tokens) took steps of {steps}",
+                where="rollout",
+            )
+        return {s.id: _prompt_logprobs(o, s.token_ids, len(s.prompt_ids), s.id) for s, o in zip(sequences, outputs, strict=True)}
 
     def _paged(self, sequence: Sequence) -> torch.Tensor:
         """One prefill behind a cached prefix of whole pages: as much of the prompt as there is, or else the first page.

@@ -87,13 +87,20 @@ def test_every_axis_has_its_row_and_nothing_moves_with_forms_and_pages(name: str
     assert done.ratio("trainer/prefill")["mean_abs"] > 0  # the other operations are native
     pages = of(done, "measures", axis="attention.paged_kv")
     assert [m["value"] for m in pages if m["limit"] == 0.0] == [0.0] * 3
+    (cascade,) = [m for m in of(done, "measures", axis="attention.merge_order") if m["what"] == "cascade attention"]
+    assert (cascade["value"], cascade["note"]) == (None, "not used: this vLLM's CPU_ATTN has none")
     (table,) = of(done, "contract", axis="attention.paged_kv", field="page_table")
     plain, shuffled = table["rollout"]["value"]["as handed out"], table["rollout"]["value"]["shuffled"]
     assert plain == sorted(plain) != shuffled
     assert shuffled != sorted(shuffled)
     (survived,) = [m for m in pages if m["unit"] == "tokens"]
     assert survived["value"] == 64  # vLLM keeps a prefix over a weight update, until it is told to reset
-    assert {m["value"] for m in of(done, "measures", axis="attention.layout")} == {0.0}
+    layout = of(done, "measures", axis="attention.layout")
+    assert {m["value"] for m in layout} == {0.0}
+    assert [m["what"].partition(",")[0] for m in layout if m["limit"] == 0.0] == [
+        "our kernel on strided views of one Q",
+        "all sequences packed into one prefill",
+    ]
     exported = of(done, "measures", axis="attention.lse")
     assert [m["value"] is None for m in exported] == [True, False, False] * 2  # on CPUs no engine's kernel exports one
     assert all(0 < m["value"] < 1e-3 for m in exported if m["value"] is not None)
