@@ -125,7 +125,7 @@ def test_pinned_bits_depend_on_no_chunk_page_prefix_or_rank(name: str, runs: Map
     closed(here)
     first, second = pinned(here.folder), pinned(there.folder)
     assert first.shape == second.shape
-    assert first.shape[0] == 1 + 4 + 5
+    assert first.shape[0] == 1 + 4 + 6
     assert torch.equal(first, second)
     assert torch.equal(first, first[:1].expand_as(first))
 
