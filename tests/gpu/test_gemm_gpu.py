@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rlmismatch.kernels import gemm, reduce
-from rlmismatch.kernels.gemm.tiles import DESCRIPTOR_TILES, Tile
+from rlmismatch.kernels.gemm.tiles import DESCRIPTOR_TILES, RINGS, Ring, Tile
 from tests.kernels.budget import assert_within_budget
 
 pytestmark = [
@@ -67,6 +67,7 @@ def test_every_tile_has_the_bits_of_the_simplest_kernel(
     launched = []
     by_descriptor = kernel._by_descriptor
     monkeypatch.setattr(kernel, "descriptor_tile", lambda *_: tile)
+    monkeypatch.setattr(kernel, "ring", lambda *_: None)
     monkeypatch.setattr(kernel, "_by_descriptor", lambda *a, **k: launched.append(k["tile"]) or by_descriptor(*a, **k))
     for rows, columns in ((1, 520), (300, 1048), (1000, 136)):
         x, weight, bias = randn(rows, 4096, dtype=dtype), randn(columns, 4096, dtype=dtype), randn(columns, dtype=dtype)
@@ -80,6 +81,38 @@ def test_every_tile_has_the_bits_of_the_simplest_kernel(
                 assert torch.equal(part, _simplest(x, weight, monkeypatch, chunks=chunks, out_dtype=torch.float32)), chunks
     assert launched
     assert set(launched) == {tile}
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("ring", RINGS, ids=str)
+def test_every_ring_has_the_bits_of_the_simplest_kernel(
+    randn: Randn, monkeypatch: pytest.MonkeyPatch, ring: Ring, dtype: torch.dtype
+) -> None:
+    """Tiles that the edge cuts, more tiles than programs, chunks of one step and of many, operands of either direction, rounded and not."""
+    from rlmismatch.kernels.gemm import triton_hopper
+
+    for rows, columns, width in ((65, 520, 4096), (300, 1048, 512), (1000, 136, 2560), (3000, 2048, 2048)):
+        x, weight = randn(rows, width, dtype=dtype), randn(columns, width, dtype=dtype)
+        for chunks in (2, 4, 8):
+            expected = _simplest(x, weight, monkeypatch, chunks=chunks, out_dtype=torch.float32)
+            joined = triton_hopper.joined(x, weight, ring=ring, chunks=chunks, out_dtype=torch.float32)
+            assert torch.equal(joined, expected), (rows, columns, width, chunks)
+        assert torch.equal(triton_hopper.joined(x, weight, ring=ring, chunks=8, out_dtype=dtype), expected.to(dtype))
+        turned = weight.T.contiguous().T
+        assert torch.equal(triton_hopper.joined(x, turned, ring=ring, chunks=8, out_dtype=torch.float32), expected)
+        if rows % 8 == 0:
+            both = triton_hopper.joined(x.T.contiguous().T, turned, ring=ring, chunks=8, out_dtype=torch.float32)
+            assert torch.equal(both, expected)
+
+
+def test_a_row_parallel_sum_of_many_rows_takes_the_ring(randn: Randn, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlmismatch.kernels.gemm import triton as kernel
+
+    monkeypatch.setattr(kernel, "_by_descriptor", lambda *a, **k: pytest.fail("through the descriptor kernel"))
+    x, weight = randn(256, 4096), randn(520, 4096)
+    gemm.row_linear(x, weight, impl="triton")
+    gemm.row_partial(x, weight, k_total=8192, impl="triton")
+    gemm.grad_input_partial(x, randn(4096, 520), n_total=4096, impl="triton")
 
 
 def test_every_pointer_tile_of_float32_has_the_bits_of_the_simplest(randn: Randn, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,7 @@ def main() -> None:
     gemm.linear(torch.zeros(1024, 1024, dtype=BF16), torch.zeros(4096, 1024, dtype=BF16), None, out_dtype=torch.float32)
     for rows in (1, 64, 256, 512):
         gemm.row_partial(torch.zeros(rows, 8192, dtype=BF16), torch.zeros(512, 8192, dtype=BF16), chunks=8)
+    gemm.row_partial(torch.zeros(512, 8192, dtype=BF16), torch.zeros(8192, 4096, dtype=BF16).T, chunks=2, out_dtype=BF16)
     gemm.linear(torch.zeros(256, 512, dtype=BF16), weight.T, None, out_dtype=BF16)
     gemm.grad_weight(torch.zeros(256, 512, dtype=BF16), torch.zeros(256, 1024, dtype=BF16), out_dtype=torch.float32)
     for rows in (1, 64, 256):

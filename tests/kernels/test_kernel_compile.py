@@ -15,6 +15,7 @@ _SHARED_BYTES = 227 * 1024  # of one program, on sm_90
 _KERNELS = {
     "_descriptor_kernel",
     "_pointer_kernel",
+    "_chunks_hopper_kernel",
     "_join_kernel",
     "_sum_kernel",
     "_rms_norm_kernel",
@@ -79,7 +80,8 @@ def test_additions_that_take_turns_wait_and_pass_on(compiled: list[tuple[str, in
 
 def test_matrix_products_use_the_tensor_cores(compiled: list[tuple[str, int, str]]) -> None:
     on_tensor_cores = [name for name, _, ptx in compiled if "mma.sync" in ptx or "wgmma.mma_async" in ptx]
-    assert on_tensor_cores.count("_descriptor_kernel") == 15
+    assert on_tensor_cores.count("_descriptor_kernel") == 13
+    assert on_tensor_cores.count("_chunks_hopper_kernel") == 3
     assert on_tensor_cores.count("_pointer_kernel") == 3
     assert on_tensor_cores.count("_attention_kernel") == 5
     assert on_tensor_cores.count("_attention_hopper_kernel") == 3

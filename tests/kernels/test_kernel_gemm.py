@@ -190,6 +190,18 @@ def test_every_shape_has_one_tile_that_fits_the_card() -> None:
                 assert 2 * tile.stages * (tile.m + tile.n + tile.extra) * tile.k < 227 * 1024
 
 
+def test_a_row_parallel_sum_of_many_rows_has_one_ring_that_fits_the_card() -> None:
+    for rows in (65, 256, 257, 512, 100_000):
+        for columns in (8, 1024, 4096, 151936):
+            ring = tiles.ring(rows, columns, 512)
+            assert ring in tiles.RINGS
+            assert 2 * ring.stages * (64 * ring.groups + ring.n) * ring.k + 4 * 64 * ring.groups * ring.n < 227 * 1024
+    assert tiles.ring(256, 4096, 512) != tiles.ring(4096, 4096, 512)
+    assert tiles.ring(64, 4096, 512) is None
+    assert tiles.ring(4096, 4096, 544) is None  # a block would reach into the next chunk
+    assert tiles.ring(4096, 4096, 0) is None
+
+
 def test_any_strides_and_leading_dims(randn: Randn, impl: Impl) -> None:
     x, weight = randn(3, 4, 48, dtype=torch.bfloat16), randn(48, 10, dtype=torch.bfloat16).T
     expected = gemm.linear(x.reshape(12, 48), weight.contiguous(), impl=impl)

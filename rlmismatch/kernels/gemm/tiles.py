@@ -23,8 +23,16 @@ class Tile:
     extra: int = 0  # a second, narrower block of columns: widths between two powers of two
     swapped: bool = False  # the weight's rows are the tile's rows: a tensor core takes no fewer than 64 of them
     count: int = 1  # chunks of a row-parallel sum that one program computes and joins
-    parked: bool = False  # the sum of the first four of eight chunks waits in memory, not in registers
-    unbroken: bool = False  # one loop over all chunks, for sums that wait for memory; else one loop a chunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """How `triton_hopper` computes: `groups` warp groups of 64 rows by `n` columns each, `stages` blocks of `k` terms ahead."""
+
+    groups: int
+    n: int
+    k: int
+    stages: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +56,17 @@ _MANY_ROWS = (
     _Wave(tile=Tile(m=128, n=128, k=64, warps=8, stages=6), cost=5.9),
     _Wave(tile=Tile(m=128, n=256, k=64, warps=8, stages=3), cost=10.6),
 )
-# (largest M, tile) of a row-parallel sum
+# (largest M, tile) of a row-parallel sum of few rows
 _CHUNKED = (
-    (16, Tile(m=64, n=16, k=256, warps=4, stages=4, swapped=True, count=8, unbroken=True)),
-    (64, Tile(m=64, n=64, k=128, warps=4, stages=5, count=4, unbroken=True)),
-    (256, Tile(m=64, n=128, k=128, warps=8, stages=4, count=8, unbroken=True)),
-    (None, Tile(m=128, n=128, k=64, warps=8, stages=5, count=8, parked=True)),
+    (16, Tile(m=64, n=16, k=256, warps=4, stages=4, swapped=True, count=8)),
+    (None, Tile(m=64, n=64, k=128, warps=4, stages=5, count=4)),
 )
+# (tile, microseconds that PROGRAMS such tiles take for 1000 terms) of a row-parallel sum of more than _FEW rows
+_RINGS = (
+    (Ring(groups=1, n=128, k=64, stages=8), 3.4),
+    (Ring(groups=2, n=128, k=64, stages=5), 6.6),
+)
+_FEW = 64
 # By bytes of an operand element, through pointers. Float32 operands take the FMA units, where larger tiles spill.
 _POINTER = {
     2: (
@@ -69,6 +81,7 @@ _POINTER = {
 }
 
 DESCRIPTOR_TILES = (_FEW_ROWS, *(t for _, t in _DECODE), *(w.tile for w in _MANY_ROWS), *(t for _, t in _CHUNKED))
+RINGS = tuple(ring for ring, _ in _RINGS)
 
 
 def descriptor_tile(rows: int, columns: int, chunks: int) -> Tile:
@@ -80,6 +93,17 @@ def descriptor_tile(rows: int, columns: int, chunks: int) -> Tile:
     if rows <= 64:
         return _up_to(columns, _DECODE)
     return min(_MANY_ROWS, key=lambda w: -(-_tiles(w.tile, rows, columns) // PROGRAMS) * w.cost).tile
+
+
+def ring(rows: int, columns: int, width: int) -> Ring | None:
+    """The tile of `triton_hopper` for chunks of `width` terms; None: few rows, or a block would reach into the next chunk."""
+    fitting = [(ring, cost) for ring, cost in _RINGS if rows > _FEW and width and width % ring.k == 0]
+
+    def time(entry: tuple[Ring, float]) -> float:
+        ring, cost = entry
+        return -(-(-(-rows // (64 * ring.groups)) * -(-columns // ring.n)) // PROGRAMS) * cost
+
+    return min(fitting, key=time)[0] if fitting else None
 
 
 def pointer_tile(rows: int, element_bytes: int) -> Tile:

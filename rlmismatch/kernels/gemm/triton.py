@@ -1,10 +1,12 @@
-"""Triton kernels of `gemm`: one product of two strided matrices, A [P, K] times B [Q, K] transposed, in two ways of loading.
+"""Triton kernels of `gemm`: one product of two strided matrices, A [P, K] times B [Q, K] transposed, in three ways of loading.
 
-Both add the same terms in the same order, so which of them runs moves no bit: `_descriptor_kernel` where the tensor memory
-accelerator of sm_90 can load the operands, `_pointer_kernel` for every other dtype, stride, device and in the interpreter.
+All add the same terms in the same order, so which of them runs moves no bit: `_descriptor_kernel` where the tensor memory
+accelerator of sm_90 can load the operands, there for a row-parallel sum of many rows `triton_hopper`, and `_pointer_kernel` for
+every other dtype, stride, device and in the interpreter.
 """
 
 import functools
+import importlib
 import math
 
 import torch
@@ -14,7 +16,7 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlmismatch.kernels.common.triton import INTERPRETED, storage, widen
-from rlmismatch.kernels.gemm.tiles import INTERPRETER, PROGRAMS, Tile, descriptor_tile, pointer_tile
+from rlmismatch.kernels.gemm.tiles import INTERPRETER, PROGRAMS, Tile, descriptor_tile, pointer_tile, ring
 
 _GROUP = 8  # row tiles that share one column tile's operand in L2
 _JOIN_BLOCK = 65536 if INTERPRETED.value else 1024
@@ -48,6 +50,10 @@ def _product(x: torch.Tensor, w_QK: torch.Tensor, bias_Q: torch.Tensor | None, *
         return x.new_empty((*x.shape[:-1], Q), dtype=out_dtype)
     tile = descriptor_tile(P, Q, chunks)
     loadable = not INTERPRETED.value and _has_tma() and _loadable(x_PK) and _loadable(w_QK) and Q * out_dtype.itemsize % 16 == 0
+    if loadable and chunks > 1 and (at := ring(P, Q, K // chunks)) is not None:
+        hopper = importlib.import_module("rlmismatch.kernels.gemm.triton_hopper")  # Gluon is not in every Triton
+        joined_PQ: torch.Tensor = hopper.joined(x_PK, w_QK, ring=at, chunks=chunks, out_dtype=out_dtype)
+        return joined_PQ.view(*x.shape[:-1], Q)
     if loadable and (chunks == 1 or K // chunks % tile.k == 0):  # a block must not reach into the next chunk
         out_GPQ = _by_descriptor(x_PK, w_QK, bias_Q, tile=tile, chunks=chunks, out_dtype=out_dtype)
     else:
@@ -101,22 +107,18 @@ def _by_descriptor(
     staged = (tile.m * (tile.n // split) + tile.m * tile.extra) * out_GPQ.element_size()
     stage = (tile.m + tile.n + tile.extra) * tile.k * 2
     tiles = triton.cdiv(a.shape[0], tile.m) * triton.cdiv(b.shape[0], tile.n + tile.extra) * groups
-    programs = min(tiles, PROGRAMS)
-    parked = torch.empty(programs * tile.m * tile.n, dtype=torch.float32, device=x_PK.device) if tile.parked and count == 8 else None
-    _descriptor_kernel[(programs,)](
+    _descriptor_kernel[(min(tiles, PROGRAMS),)](
         a_desc,
         b_desc,
         _descriptor(b, tile.extra, tile.k)[0] if tile.extra else None,
         out_desc(*block),
         out_desc(tile.m, tile.extra) if tile.extra else None,
         bias_Q,
-        parked,
         a.shape[0],
         b.shape[0],
         K // chunks,
         groups,
         COUNT=count,
-        UNBROKEN=tile.unbroken and count > 1,
         A_TURNED=a_turned,
         B_TURNED=b_turned,
         SWAPPED=tile.swapped,
@@ -187,13 +189,11 @@ def _descriptor_kernel(
     out_desc,
     out_extra_desc,
     bias_ptr,
-    parked_ptr,
     P,
     Q,
     width,
     groups,
     COUNT: tl.constexpr,
-    UNBROKEN: tl.constexpr,
     A_TURNED: tl.constexpr,
     B_TURNED: tl.constexpr,
     SWAPPED: tl.constexpr,
@@ -213,21 +213,14 @@ def _descriptor_kernel(
         p, q = _tile_origin(program % tiles, P, Q, BLOCK_P, BLOCK_Q + EXTRA_Q, GROUP)
         acc = tl.zeros((BLOCK_P, BLOCK_Q), dtype=tl.float32)
         one, two, four = acc, acc, acc  # sums of one, two and four chunks that wait for their right neighbour
-        if UNBROKEN:
+        if COUNT > 1:  # one loop over all chunks keeps the loads going
             for step in range(COUNT * steps):
                 k = group * COUNT * width + step * BLOCK_K
                 acc = tl.dot(_block(a_desc, p, k, A_TURNED), _block(b_desc, q, k, B_TURNED).T, acc)
                 if step % steps == steps - 1:
-                    acc, one, two, four = _chunk_done(step // steps, acc, one, two, four, parked_ptr, COUNT, BLOCK_P, BLOCK_Q)
+                    acc, one, two, four = _chunk_done(step // steps, acc, one, two, four, COUNT)
                     if step != COUNT * steps - 1:
                         acc = tl.zeros((BLOCK_P, BLOCK_Q), dtype=tl.float32)
-        elif COUNT > 1:
-            for chunk in range(COUNT):
-                acc = tl.zeros((BLOCK_P, BLOCK_Q), dtype=tl.float32)
-                for step in range(steps):
-                    k = (group * COUNT + chunk) * width + step * BLOCK_K
-                    acc = tl.dot(_block(a_desc, p, k, A_TURNED), _block(b_desc, q, k, B_TURNED).T, acc)
-                acc, one, two, four = _chunk_done(chunk, acc, one, two, four, parked_ptr, COUNT, BLOCK_P, BLOCK_Q)
         elif EXTRA_Q:
             extra = tl.zeros((BLOCK_P, EXTRA_Q), dtype=tl.float32)
             for step in range(steps):
@@ -250,11 +243,8 @@ def _block(desc, row, k, TURNED: tl.constexpr):
 
 
 @triton.jit
-def _chunk_done(chunk, acc, one, two, four, parked_ptr, COUNT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """A binary counter: chunk 2i + 1 joins chunk 2i, a pair joins the pair before it, four join four. What waits is returned with it.
-
-    The four wait in memory where registers do not hold them (`parked_ptr`, one tile a program).
-    """
+def _chunk_done(chunk, acc, one, two, four, COUNT: tl.constexpr):
+    """A binary counter: chunk 2i + 1 joins chunk 2i, a pair joins the pair before it, four join four. What waits is returned with it."""
     if chunk % 2 == 1:
         acc = one + acc
     else:
@@ -265,16 +255,7 @@ def _chunk_done(chunk, acc, one, two, four, parked_ptr, COUNT: tl.constexpr, BLO
         elif chunk % 4 == 1:
             two = acc
     if COUNT >= 8:
-        if parked_ptr is not None:
-            place = tl.arange(0, BLOCK_P)[:, None] * BLOCK_Q + tl.arange(0, BLOCK_Q)[None, :]
-            parked = parked_ptr + tl.program_id(0) * BLOCK_P * BLOCK_Q
-            if chunk == 3:
-                tl.debug_barrier()
-                tl.store(parked + place, acc)
-                tl.debug_barrier()
-            elif chunk == 7:
-                acc = tl.load(parked + place) + acc
-        elif chunk % 8 == 7:
+        if chunk % 8 == 7:
             acc = four + acc
         elif chunk % 8 == 3:
             four = acc
