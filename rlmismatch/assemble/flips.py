@@ -100,8 +100,8 @@ def _row(flip: Flip, where: str, products: Mapping[tuple[str, str], FlagFacts]) 
     whole = _joined(products.values())
     rows = sorted({int(m) for _, m in products})
     note = [
-        f"{whole.unequal:.0f} of {whole.count:.0f} elements in {len({name for name, _ in products})} products at M = {_listed(rows)}",
-        f"floor {whole.unequal_floor:.0f}",
+        f"{whole.unequal:,.0f} of {whole.count:,.0f} elements in {len({name for name, _ in products})} products at M = {_listed(rows)}",
+        f"floor {whole.unequal_floor:,.0f}",
     ]
     if whole.unequal:
         product, m = worst_of(products, lambda key: _percent(products[key]))
@@ -110,7 +110,7 @@ def _row(flip: Flip, where: str, products: Mapping[tuple[str, str], FlagFacts]) 
             f"off float64 by {number(share(whole.native_error, whole.scale))}, flipped {number(share(whole.flipped_error, whole.scale))}",
             f"most in {product}, M = {m}",
         ]
-    what = f"{flip.words}{where}: elements that move"
+    what = f"flipped: {flip.words}{where}"
     return MeasureRow(axis=AXIS, side=flip.side, what=what, value=_percent(whole), unit="%", note="; ".join(note))
 
 
@@ -119,7 +119,7 @@ def _refused(book: ScoreBook) -> Iterator[MeasureRow]:
         for note in book.arms[side][GEMM].notes:
             if note.startswith(NOT_FLIPPED):
                 flag, _, why = note.removeprefix(NOT_FLIPPED).partition(": ")
-                yield MeasureRow(axis=AXIS, side=side, what=f"{flag}: cannot be flipped in a live process", value=None, unit="", note=why)
+                yield MeasureRow(axis=AXIS, side=side, what=f"not flipped: {flag}", value=None, unit="", note=why)
 
 
 def controls(book: ScoreBook) -> tuple[ControlRow, ...]:

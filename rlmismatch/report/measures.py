@@ -58,7 +58,8 @@ def _measures(report: Report, verbose: bool) -> Section | None:
     )
     within = sum(m.ok for m in report.measures if m.limit is not None)
     limited = sum(m.limit is not None for m in report.measures)
-    return Section(title="Measures", note=f"{within} of {plural(limited, 'limit')} held", blocks=(Table(columns=columns, rows=rows),))
+    note = f"{within} of {plural(limited, 'limit')} held" if limited else "none has a limit"
+    return Section(title="Measures", note=note, blocks=(Table(columns=columns, rows=rows),))
 
 
 def _budget(report: Report) -> Section | None:

@@ -122,10 +122,10 @@ def test_the_measures_name_the_worst_flag_what_it_moves_and_what_cannot_be_flipp
     assert [(r.side, r.what, r.value) for r in rows] == [
         ("", "elements that the worst flipped flag moves", 50.0),
         ("", "elements that move with no flag flipped", 0.0),
-        ("trainer", "switch off → on: elements that move", 50.0),
-        ("trainer", "switch off → on, qkv: elements that move", 100.0),
-        ("trainer", "switch off → on, down_proj: elements that move", 0.0),
-        ("trainer", "mode: cannot be flipped in a live process", None),
+        ("trainer", "flipped: switch off → on", 50.0),
+        ("trainer", "flipped: switch off → on, qkv", 100.0),
+        ("trainer", "flipped: switch off → on, down_proj", 0.0),
+        ("trainer", "not flipped: mode", None),
     ]
     assert rows[0].note == "trainer, switch off → on"
     assert "448 of 896 elements in 2 products at M = 8 and 20; floor 0; moved by 0.5" in rows[2].note

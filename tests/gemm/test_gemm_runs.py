@@ -120,12 +120,12 @@ def test_each_flag_is_flipped_in_the_live_processes_and_put_back(runs: Mapping[s
     rows = [m for m in report["measures"] if m["axis"] == "gemm.runtime_flags" and m["side"]]
     for side in ("trainer", "rollout"):
         mine = {m["what"]: m for m in rows if m["side"] == side}
-        flipped = {what.split()[0]: m for what, m in mine.items() if what.endswith(": elements that move") and "," not in what}
+        flipped = {what.split()[1]: m for what, m in mine.items() if what.startswith("flipped: ") and "," not in what}
         assert set(flipped) >= {"tf32", "bf16_reduced_precision_reduction", "deterministic_algorithms", "onednn", "onednn_fp32_precision"}
         assert all("elements in 9 products at M = 8 and 64; floor 0" in m["note"] for m in flipped.values())
         # The trainer's own products take the flags that its knobs set: what is flipped is what is in force.
-        assert f"deterministic_algorithms {'on → off' if side == 'trainer' else 'off → on'}: elements that move" in mine
-        refused = {what.split(":")[0]: m for what, m in mine.items() if what.endswith("cannot be flipped in a live process")}
+        assert f"flipped: deterministic_algorithms {'on → off' if side == 'trainer' else 'off → on'}" in mine
+        refused = {what.split()[2]: m for what, m in mine.items() if what.startswith("not flipped: ")}
         assert {m["value"] for m in refused.values()} == {None}
         assert {"batch_invariant", "nccl_algo", "compute_dtype"} <= set(refused)
     back = [c for c in report["controls"] if c["name"].endswith("flipped flags are put back")]
