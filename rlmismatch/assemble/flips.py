@@ -17,7 +17,7 @@ from rlmismatch.engines.gemm_facts import NOT_FLIPPED, FlagFacts, joined, packed
 from rlmismatch.engines.protocol import SideName
 from rlmismatch.evidence import Evidence
 from rlmismatch.report.model import ControlRow, MeasureRow
-from rlmismatch.report.numbers import number
+from rlmismatch.report.numbers import number, plural
 
 AXIS: Final = "gemm.runtime_flags"
 KINDS: Final = ("qkv", "o_proj", "gate_up", "down_proj", "lm_head")
@@ -100,7 +100,7 @@ def _row(flip: Flip, where: str, products: Mapping[tuple[str, str], FlagFacts]) 
     whole = _joined(products.values())
     rows = sorted({int(m) for _, m in products})
     note = [
-        f"{whole.unequal:,.0f} of {whole.count:,.0f} elements in {len({name for name, _ in products})} products at M = {_listed(rows)}",
+        f"{whole.unequal:,.0f} of {whole.count:,.0f} elements in {plural(len({name for name, _ in products}), 'product')} at M = {_listed(rows)}",
         f"floor {whole.unequal_floor:,.0f}",
     ]
     if whole.unequal:
