@@ -99,8 +99,9 @@ def _rows(flip: Flip) -> Iterator[MeasureRow]:
 def _row(flip: Flip, where: str, products: Mapping[tuple[str, str], FlagFacts]) -> MeasureRow:
     whole = _joined(products.values())
     rows = sorted({int(m) for _, m in products})
+    names = {name for name, _ in products}
     note = [
-        f"{whole.unequal:,.0f} of {whole.count:,.0f} elements in {plural(len({name for name, _ in products}), 'product')} at M = {_listed(rows)}",
+        f"{whole.unequal:,.0f} of {whole.count:,.0f} elements in {plural(len(names), 'product')} at M = {_listed(rows)}",
         f"floor {whole.unequal_floor:,.0f}",
     ]
     if whole.unequal:
