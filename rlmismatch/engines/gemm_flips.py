@@ -71,8 +71,10 @@ def live_flags(device: str) -> list[Flag]:
         flags += [
             _attribute("onednn", mkldnn, "enabled"),
             _attribute("onednn_deterministic", mkldnn, "deterministic"),
-            Flag(name="onednn_fp32_precision", live=lambda: str(_onednn().fp32_precision), flip=lambda: _float32(_other_onednn_precision)),
         ]
+        if _onednn() is not None:
+            flip = lambda: _float32(_other_onednn_precision)  # noqa: E731
+            flags.append(Flag(name="onednn_fp32_precision", live=_onednn_precision, flip=flip))
     return flags
 
 
@@ -161,8 +163,8 @@ def _attribute(name: str, holder: Any, attribute: str) -> Flag:
 
 
 def _onednn() -> Any:
-    module: Any = torch.backends.mkldnn
-    return module.matmul
+    """oneDNN's own switches for products; None in a torch before 2.9, which has none."""
+    return getattr(torch.backends.mkldnn, "matmul", None)
 
 
 def _matmul_precision() -> str:
@@ -172,15 +174,16 @@ def _matmul_precision() -> str:
 @contextlib.contextmanager
 def _float32(write: Callable[[], None]) -> Iterator[None]:
     """`write` in force. torch's switches for float32 products write each other, so all of them are kept and put back together."""
-    cuda, onednn, legacy = torch.backends.cuda.matmul, _onednn(), gemm_flags.matmul_precision_reading().value
-    before = cuda.fp32_precision, onednn.fp32_precision
+    legacy = gemm_flags.matmul_precision_reading().value
+    newer = [(holder, holder.fp32_precision) for holder in (torch.backends.cuda.matmul, _onednn()) if hasattr(holder, "fp32_precision")]
     try:
         write()
         yield
     finally:
         if legacy is not None:
             torch.set_float32_matmul_precision(legacy)
-        cuda.fp32_precision, onednn.fp32_precision = before
+        for holder, precision in newer:
+            holder.fp32_precision = precision
 
 
 def _other_tf32() -> None:
@@ -195,8 +198,12 @@ def _other_matmul_precision() -> None:
     torch.set_float32_matmul_precision("highest" if _matmul_precision() == "medium" else "medium")
 
 
+def _onednn_precision() -> str:
+    return str(getattr(_onednn(), "fp32_precision", None))
+
+
 def _other_onednn_precision() -> None:
-    _onednn().fp32_precision = "ieee" if _onednn().fp32_precision == "bf16" else "bf16"
+    _onednn().fp32_precision = "ieee" if _onednn_precision() == "bf16" else "bf16"
 
 
 def _deterministic_word() -> str:
