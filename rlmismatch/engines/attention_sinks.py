@@ -27,7 +27,10 @@ def asked(config: SideConfig) -> float | None:
     logit = float(text)
     if not (math.isfinite(logit) and 0.0 <= logit <= _LARGEST):
         raise UsageError(
-            "sink-out-of-range", f"--sink {text}: a logit from 0 to {_LARGEST:g} can be seen in a row's weights", where=config.side
+            "sink-out-of-range",
+            f"--sink {text}: only a logit from 0 to {_LARGEST:g} can be seen in a row's weights",
+            where=config.side,
+            hint="--sink 1",
         )
     return float(torch.tensor(logit, dtype=getattr(torch, config.dtype)))
 

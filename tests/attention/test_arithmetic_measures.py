@@ -111,3 +111,11 @@ def test_the_captures_are_cut_to_what_is_simulated() -> None:
     (given,) = attention_trainer.layers(many).values()
     assert given.q_THD.shape == (256, 8, DIM)
     assert dataclasses.replace(given).scale == DIM**-0.5
+
+
+def test_a_few_tokens_have_no_limit() -> None:
+    wrong = {"backward/native/layers.0.dk": torch.tensor([0.1, 0.004, 1.0, 1.01, 1.0]).double()}
+    for tokens, ok in ((15, True), (16, False)):
+        few = {name: x[:tokens] for name, x in captured(Policy()).items()}
+        slope = next(iter(attention_trainer.backward({**few, **wrong})))
+        assert (slope.ok, "too few" in slope.note) == (ok, ok)
