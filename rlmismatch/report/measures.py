@@ -7,9 +7,9 @@ from typing import Final
 
 from rlmismatch.drift.model import BudgetLine, Drift, Interval, TokenDrift
 from rlmismatch.report import attention, gradients, isolation, replay
-from rlmismatch.report.blocks import Block, Cell, Column, Item, Items, Pairs, Section, Table, cell
+from rlmismatch.report.blocks import Block, Cell, Column, Item, Items, Lines, Pairs, Section, Table, cell
 from rlmismatch.report.cells import NATS, nats, numeric, unequal
-from rlmismatch.report.model import Report
+from rlmismatch.report.model import MeasureRow, Report
 from rlmismatch.report.numbers import NOT_MEASURED, count, number, of, passing_limit, percent, plural, printable, probability_ratio
 
 WORST_SHOWN: Final = 5
@@ -41,25 +41,50 @@ def sections(report: Report, *, verbose: bool) -> list[Section]:
 
 
 def _measures(report: Report, verbose: bool) -> Section | None:
-    """Rows over their limit, and all of them when verbose."""
+    """A table of the rows over their limit and of those of both sides; or all of them with their notes, axis by axis, when verbose."""
     shown = [m for m in report.measures if verbose or not m.ok or (m.limit is None and not m.side)]
     if not shown:
         return None
+    within = sum(m.ok for m in report.measures if m.limit is not None)
+    limited = sum(m.limit is not None for m in report.measures)
+    blocks = _all_measures(shown, [a.axis for a in report.axes]) if verbose else (_measure_table(shown),)
+    note = f"{within} of {plural(limited, 'limit')} held" if limited else "none has a limit"
+    return Section(title="Measures", note=note, blocks=blocks)
+
+
+def _measure_table(shown: Sequence[MeasureRow]) -> Table:
     columns = (Column(header="axis"), Column(header="side"), Column(header="what", flexible=True), numeric("measured"), numeric("limit"))
     rows = tuple(
         (
             cell(m.axis),
             cell(m.side),
-            cell(f"{m.what}; {m.note}" if m.note and (verbose or not m.ok) else m.what),
+            cell(f"{m.what}; {m.note}" if m.note and not m.ok else m.what),
             Cell(text=f"{number(m.value)} {m.unit}".strip(), style="" if m.ok else "bad"),
             cell(number(m.limit)),
         )
         for m in shown
     )
-    within = sum(m.ok for m in report.measures if m.limit is not None)
-    limited = sum(m.limit is not None for m in report.measures)
-    note = f"{within} of {plural(limited, 'limit')} held" if limited else "none has a limit"
-    return Section(title="Measures", note=note, blocks=(Table(columns=columns, rows=rows),))
+    return Table(columns=columns, rows=rows)
+
+
+def _all_measures(shown: Sequence[MeasureRow], order: Sequence[str]) -> tuple[Block, ...]:
+    """Words and notes are longer than a column: they are wrapped, not cut."""
+    blocks: list[Block] = []
+    named = {m.axis for m in shown}
+    for axis in dict.fromkeys((*(a for a in order if a in named), *(m.axis for m in shown))):
+        blocks.append(Lines(lines=(Cell(text=axis, style="strong"),)))
+        blocks.append(Items(items=tuple(_measure(m) for m in shown if m.axis == axis)))
+    return tuple(blocks)
+
+
+def _measure(m: MeasureRow) -> Item:
+    found = "not measured" if m.value is None else f"{number(m.value)} {m.unit}".strip()
+    limit = "" if m.limit is None else f", at most {number(m.limit)}"
+    return Item(
+        mark="bad" if not m.ok else "dim" if m.limit is None else "good",
+        head=f"{m.side or 'both'}: {m.what}: {found}{limit}",
+        details=(("", m.note),) if m.note else (),
+    )
 
 
 def _budget(report: Report) -> Section | None:
