@@ -3,7 +3,7 @@
 # second would leave one of two cores idle. Its output follows when both are done. Fails if either does, or started no real engine.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-whole_runs=(tests/e2e tests/faults)
+whole_runs=(tests/e2e tests/faults tests/*/test_*_runs.py tests/test_preloaded.py)
 
 log=$(mktemp)
 pytest --require-engine-runs -p no:cacheprovider "${whole_runs[@]/#/--ignore=}" </dev/null >"$log" 2>&1 &
