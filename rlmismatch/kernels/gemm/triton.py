@@ -50,7 +50,7 @@ def _product(x: torch.Tensor, w_QK: torch.Tensor, bias_Q: torch.Tensor | None, *
         return x.new_empty((*x.shape[:-1], Q), dtype=out_dtype)
     tile = descriptor_tile(P, Q, chunks)
     loadable = not INTERPRETED.value and _has_tma() and _loadable(x_PK) and _loadable(w_QK) and Q * out_dtype.itemsize % 16 == 0
-    if loadable and chunks > 1 and (at := ring(P, Q, K // chunks)) is not None:
+    if loadable and chunks > 1 and x_PK.stride(1) == 1 and (at := ring(P, Q, K // chunks)) is not None:
         hopper = importlib.import_module("rlmismatch.kernels.gemm.triton_hopper")  # Gluon is not in every Triton
         joined_PQ: torch.Tensor = hopper.joined(x_PK, w_QK, ring=at, chunks=chunks, out_dtype=out_dtype)
         return joined_PQ.view(*x.shape[:-1], Q)

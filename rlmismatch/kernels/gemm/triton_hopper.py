@@ -49,7 +49,7 @@ def _next(slot, phase, STAGES: gl.constexpr):
 def _produce(
     a_desc, b_desc, a_smem, b_smem, full, empty, tiles_p, tiles_q, steps,
     GROUPS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    A_TURNED: gl.constexpr, B_TURNED: gl.constexpr,
+    B_TURNED: gl.constexpr,
 ):  # fmt: skip
     """Blocks of both operands into shared memory, as their slots become free."""
     slot = 0
@@ -62,10 +62,7 @@ def _produce(
             k = step * BLOCK_K
             for half in gl.static_range(GROUPS):
                 row = (p * GROUPS + half) * 64
-                if A_TURNED:
-                    _load_tile(a_desc, [k, row], full.index(slot), a_smem.index(slot * GROUPS + half))
-                else:
-                    _load_tile(a_desc, [row, k], full.index(slot), a_smem.index(slot * GROUPS + half))
+                _load_tile(a_desc, [row, k], full.index(slot), a_smem.index(slot * GROUPS + half))
             if B_TURNED:
                 _load_tile(b_desc, [k, q * BLOCK_Q], full.index(slot), b_smem.index(slot))
             else:
@@ -76,13 +73,13 @@ def _produce(
 @gluon.jit
 def _products(
     a_smem, b_smem, full, slot, phase, acc, use_acc: gl.constexpr,
-    HALF: gl.constexpr, GROUPS: gl.constexpr, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr,
+    HALF: gl.constexpr, GROUPS: gl.constexpr, B_TURNED: gl.constexpr,
 ):  # fmt: skip
     """One step's products, on their way."""
     mbarrier.wait(full.index(slot), phase)
     a = a_smem.index(slot * GROUPS + HALF)
     b = b_smem.index(slot)
-    return warpgroup_mma(a.permute((1, 0)) if A_TURNED else a, b if B_TURNED else b.permute((1, 0)), acc, use_acc=use_acc, is_async=True)
+    return warpgroup_mma(a, b if B_TURNED else b.permute((1, 0)), acc, use_acc=use_acc, is_async=True)
 
 
 @gluon.jit
@@ -96,7 +93,7 @@ def _added(left, right):
 def _consume(
     out_desc, a_smem, b_smem, kept_smem, full, empty, tiles_p, tiles_q, steps,
     HALF: gl.constexpr, GROUPS: gl.constexpr, COUNT: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    A_TURNED: gl.constexpr, B_TURNED: gl.constexpr,
+    B_TURNED: gl.constexpr,
 ):  # fmt: skip
     """64 rows of every tile: one warp group. A sum waits in `one` or `two` for its right neighbour, the sum of four in shared memory."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_Q, 16])
@@ -112,12 +109,12 @@ def _consume(
         one, two, after = zeros, zeros, zeros
         for chunk in gl.static_range(COUNT):
             if chunk % 4 == 0:
-                later = _products(a_smem, b_smem, full, slot, phase, zeros, False, HALF, GROUPS, A_TURNED, B_TURNED)
+                later = _products(a_smem, b_smem, full, slot, phase, zeros, False, HALF, GROUPS, B_TURNED)
                 acc = warpgroup_mma_wait(1, deps=[later])
                 before = slot
                 slot, phase = _next(slot, phase, STAGES)
             for _step in range(1, steps):
-                later = _products(a_smem, b_smem, full, slot, phase, acc, True, HALF, GROUPS, A_TURNED, B_TURNED)
+                later = _products(a_smem, b_smem, full, slot, phase, acc, True, HALF, GROUPS, B_TURNED)
                 acc = warpgroup_mma_wait(1, deps=[later])
                 _barrier()
                 mbarrier.arrive(empty.index(before), count=1)
@@ -126,7 +123,7 @@ def _consume(
             last = before
             # The next chunk is under way before this one is joined, but where four sums wait at once: registers hold three.
             if chunk % 4 != 3 and chunk != COUNT - 1:
-                later = _products(a_smem, b_smem, full, slot, phase, zeros, False, HALF, GROUPS, A_TURNED, B_TURNED)
+                later = _products(a_smem, b_smem, full, slot, phase, zeros, False, HALF, GROUPS, B_TURNED)
                 acc, after = warpgroup_mma_wait(1, deps=[acc, later])
                 before = slot
                 slot, phase = _next(slot, phase, STAGES)
@@ -165,14 +162,12 @@ def _consume(
 def _chunks_hopper_kernel(
     a_desc, b_desc, out_desc, P, Q, steps,
     GROUPS: gl.constexpr, COUNT: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    A_TURNED: gl.constexpr, B_TURNED: gl.constexpr,
+    B_TURNED: gl.constexpr,
 ):  # fmt: skip
     """Order: each of COUNT chunks from zero over its columns, ascending; the pairwise tree over them; one rounding."""
     tiles_p = gl.cdiv(P, GROUPS * 64)
     tiles_q = gl.cdiv(Q, BLOCK_Q)
-    a_smem = gl.allocate_shared_memory(
-        a_desc.dtype, [STAGES * GROUPS, a_desc.block_type.shape[0], a_desc.block_type.shape[1]], a_desc.layout
-    )
+    a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * GROUPS, 64, BLOCK_K], a_desc.layout)
     b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES, b_desc.block_type.shape[0], b_desc.block_type.shape[1]], b_desc.layout)
     kept_dtype: gl.constexpr = gl.float32 if COUNT == 8 else out_desc.dtype
     kept_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=kept_dtype.primitive_bitwidth, rank=2)
@@ -186,22 +181,22 @@ def _chunks_hopper_kernel(
     if GROUPS == 2:
         gl.warp_specialize([
             (_consume, (out_desc, a_smem, b_smem, kept_smem, full, empty, tiles_p, tiles_q, steps,
-                        0, GROUPS, COUNT, BLOCK_Q, STAGES, GROUP, A_TURNED, B_TURNED)),
+                        0, GROUPS, COUNT, BLOCK_Q, STAGES, GROUP, B_TURNED)),
             (_consume, (out_desc, a_smem, b_smem, kept_smem, full, empty, tiles_p, tiles_q, steps,
-                        1, GROUPS, COUNT, BLOCK_Q, STAGES, GROUP, A_TURNED, B_TURNED)),
+                        1, GROUPS, COUNT, BLOCK_Q, STAGES, GROUP, B_TURNED)),
             (_produce, (a_desc, b_desc, a_smem, b_smem, full, empty, tiles_p, tiles_q, COUNT * steps,
-                        GROUPS, BLOCK_Q, BLOCK_K, STAGES, GROUP, A_TURNED, B_TURNED)),
+                        GROUPS, BLOCK_Q, BLOCK_K, STAGES, GROUP, B_TURNED)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (out_desc, a_smem, b_smem, kept_smem, full, empty, tiles_p, tiles_q, steps,
-                        0, GROUPS, COUNT, BLOCK_Q, STAGES, GROUP, A_TURNED, B_TURNED)),
+                        0, GROUPS, COUNT, BLOCK_Q, STAGES, GROUP, B_TURNED)),
             (_produce, (a_desc, b_desc, a_smem, b_smem, full, empty, tiles_p, tiles_q, COUNT * steps,
-                        GROUPS, BLOCK_Q, BLOCK_K, STAGES, GROUP, A_TURNED, B_TURNED)),
+                        GROUPS, BLOCK_Q, BLOCK_K, STAGES, GROUP, B_TURNED)),
         ], [1], [24])  # fmt: skip
 
 
-def _descriptor(x_RK: torch.Tensor, rows: int, k: int, turned: bool) -> TensorDescriptor:
+def _descriptor(x_RK: torch.Tensor, rows: int, k: int, *, turned: bool) -> TensorDescriptor:
     """Blocks of `rows` by `k`, or `k` by `rows` where K is not the contiguous dim."""
     view, block = (x_RK.T, [k, rows]) if turned else (x_RK, [rows, k])
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -209,16 +204,19 @@ def _descriptor(x_RK: torch.Tensor, rows: int, k: int, turned: bool) -> TensorDe
 
 
 def joined(x_PK: torch.Tensor, w_QK: torch.Tensor, *, ring: Ring, chunks: int, out_dtype: torch.dtype) -> torch.Tensor:
-    """[P, Q]: `chunks` (2, 4 or 8) equal pieces of K, each summed ascending, joined by the pairwise tree, rounded once."""
+    """[P, Q]: `chunks` (2, 4 or 8) equal pieces of K, each summed ascending, joined by the pairwise tree, rounded once.
+
+    Rows of x are contiguous, w has either dim contiguous, every pitch is a multiple of 16 bytes, and a chunk one of `ring.k`.
+    """
     P, Q, K = x_PK.shape[0], *w_QK.shape
     steps = K // chunks // ring.k
-    a_turned, b_turned = x_PK.stride(1) != 1, w_QK.stride(1) != 1
+    turned = w_QK.stride(1) != 1
     out_PQ = torch.empty((P, Q), dtype=out_dtype, device=x_PK.device)
     out_layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * out_dtype.itemsize, rank=2)
     tiles = triton.cdiv(P, 64 * ring.groups) * triton.cdiv(Q, ring.n)
     _chunks_hopper_kernel[(min(tiles, PROGRAMS),)](
-        _descriptor(x_PK, 64, ring.k, a_turned),
-        _descriptor(w_QK, ring.n, ring.k, b_turned),
+        _descriptor(x_PK, 64, ring.k, turned=False),
+        _descriptor(w_QK, ring.n, ring.k, turned=turned),
         TensorDescriptor(out_PQ, [P, Q], [Q, 1], [64, ring.n], out_layout),
         P,
         Q,
@@ -229,8 +227,7 @@ def joined(x_PK: torch.Tensor, w_QK: torch.Tensor, *, ring: Ring, chunks: int, o
         BLOCK_K=ring.k,
         STAGES=ring.stages,
         GROUP=_GROUP,
-        A_TURNED=a_turned,
-        B_TURNED=b_turned,
+        B_TURNED=turned,
         num_warps=4,
         maxnreg=168 if ring.groups == 2 else 240,  # of twelve or eight warps; the groups that compute take from the one that loads
         enable_fp_fusion=True,
