@@ -94,8 +94,10 @@ def main() -> None:
     attention.causal(q, k, k, (0, 70), scale=0.1)
     scores, lse = Scores(scale=0.1, window=100, soft_cap=30.0), torch.zeros(16, 512)
     q, k = torch.zeros(512, 16, 128, dtype=BF16), torch.zeros(512, 8, 128, dtype=BF16)
-    for form in (scores, Scores(scale=0.1), Scores(scale=0.1, window=100)):
-        attention_backward.causal_backward(q, k, k, q, lse, q, (0, 512), scores=form, sinks_H=torch.zeros(16))
+    attention_backward.causal_backward(q, k, k, q, lse, q, (0, 512), scores=scores, sinks_H=torch.zeros(16))
+    q, lse = torch.zeros(512, 32, 128, dtype=BF16), torch.zeros(32, 512)
+    for scores in (Scores(scale=0.1), Scores(scale=0.1, window=100)):
+        attention_backward.causal_backward(q, k, k, q, lse, q, (0, 512), scores=scores)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def causal_backward(
     starts = _on_device(bounds, q.device)
     if is_hopper():
         hopper = importlib.import_module("rlmismatch.kernels.attention_backward.triton_hopper")  # Gluon is not in every Triton
-        if hopper.fits(q, k, v, dout, scores):
+        if hopper.fits(q, k, scores):
             return *hopper.gradients(q, k, v, dout, lse_KTG, delta_KTG, starts, longest, scores), dsinks_H
     operands = (q, k, v, dout, lse_KTG, delta_KTG, starts, tokens, *q.stride(), *k.stride(), *v.stride(), *dout.stride())
     numbers = (

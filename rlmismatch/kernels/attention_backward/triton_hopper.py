@@ -27,6 +27,7 @@ _load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
+_GROUP = 4  # query heads of a KV head
 _ROWS = 64  # of a query tile: heads of a group times tokens
 _KEYS = 128  # of a program
 _STAGES = 2  # query tiles in shared memory
@@ -166,15 +167,16 @@ def _compute(
     no_part = gl.zeros([ROWS, HEAD_DIM], gl.float32, by_query)
 
     mbarrier.wait(kv_full, 0)
+    if (first_key + KEYS > length) & (sequence_start + length < tokens):
+        _zero_behind(k_smem, length - first_key, wide)
+        _zero_behind(v_smem, length - first_key, wide)
+        fence_async_shared()
+        _barrier()
     mbarrier.wait(q_full.index(0), 0)
     mbarrier.wait(dout_full.index(0), 0)
-    if sequence_start + length < tokens:
-        if first_key + KEYS > length:
-            _zero_behind(k_smem, length - first_key, wide)
-            _zero_behind(v_smem, length - first_key, wide)
-        if (last_tile + 1) * TOKENS > length:
-            _zero_behind(q_smem.index(0).reshape([ROWS, HEAD_DIM]), (length - last_tile * TOKENS) * GROUP, wide)
-            _zero_behind(dout_smem.index(0).reshape([ROWS, HEAD_DIM]), (length - last_tile * TOKENS) * GROUP, wide)
+    if ((last_tile + 1) * TOKENS > length) & (sequence_start + length < tokens):
+        _zero_behind(q_smem.index(0).reshape([ROWS, HEAD_DIM]), (length - last_tile * TOKENS) * GROUP, wide)
+        _zero_behind(dout_smem.index(0).reshape([ROWS, HEAD_DIM]), (length - last_tile * TOKENS) * GROUP, wide)
         fence_async_shared()
         _barrier()
     for step in range(steps):
@@ -187,20 +189,23 @@ def _compute(
         mbarrier.wait(dout_full.index(slot), phase)
         score_later = warpgroup_mma(k_smem, q.permute((1, 0)), no_score, use_acc=False, is_async=True)
         dweight_later = warpgroup_mma(v_smem, dout.permute((1, 0)), no_score, use_acc=False, is_async=True)
-        position = tile * TOKENS + m // GROUP
-        live = position < length
-        lse = gl.where(live, lse_smem.index(slot).load(of_row), 0.0)
+        lse = lse_smem.index(slot).load(of_row)
         score = warpgroup_mma_wait(1, deps=[score_later])
-        weight = gl.exp2(gl.fma(score, to_log2, -lse[None, :]))
+        position = tile * TOKENS + m // GROUP
         # Only a tile at an edge has keys or rows to hide; elsewhere the mask would change nothing.
+        edge = (tile * TOKENS < first_key + KEYS) | ((tile + 1) * TOKENS > length)
+        if edge:
+            lse = gl.where(position < length, lse, 0.0)
+        weight = gl.exp2(gl.fma(score, to_log2, -lse[None, :]))
         if WINDOWED:
-            weight = gl.where(live[None, :] & (n[:, None] <= position[None, :]) & (n[:, None] > position[None, :] - window), weight, 0.0)
+            seen = (position < length)[None, :] & (n[:, None] <= position[None, :]) & (n[:, None] > position[None, :] - window)
+            weight = gl.where(seen, weight, 0.0)
         else:
-            if (tile * TOKENS < first_key + KEYS) | ((tile + 1) * TOKENS > length):
-                weight = gl.where(live[None, :] & (n[:, None] <= position[None, :]), weight, 0.0)
+            if edge:
+                weight = gl.where((position < length)[None, :] & (n[:, None] <= position[None, :]), weight, 0.0)
         dv_later = warpgroup_mma(gl.convert_layout(weight.to(dtype), operand), dout, dv, is_async=True)
         # Read only now: two rows of numbers more would not fit into the registers.
-        delta = gl.where(live, delta_smem.index(slot).load(of_row), 0.0)
+        delta = gl.where(position < length, delta_smem.index(slot).load(of_row), 0.0)
         dweight = warpgroup_mma_wait(1, deps=[dweight_later])
         dscore = (weight * (dweight - delta[None, :])).to(dtype)
         dscore_smem.store(dscore)
@@ -208,10 +213,11 @@ def _compute(
         _barrier()
         part_later = warpgroup_mma(dscore_smem.permute((1, 0)), k_smem, no_part, use_acc=False, is_async=True)
         dk_later = warpgroup_mma(gl.convert_layout(dscore, operand), q, dk, is_async=True)
-        part, dv, dk = warpgroup_mma_wait(0, deps=[part_later, dv_later, dk_later])
+        part, dv = warpgroup_mma_wait(1, deps=[part_later, dv_later])
         mbarrier.wait(part_empty, (step & 1) ^ 1)
         part_smem.store(part)
         fence_async_shared()
+        dk = warpgroup_mma_wait(0, deps=[dk_later])
         _barrier()
         mbarrier.arrive(part_full, count=1)
         mbarrier.arrive(empty.index(slot), count=1)
@@ -269,12 +275,12 @@ def _gradients_hopper_kernel(
         part_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         part_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(kv_full, count=1)
-        mbarrier.init(part_full, count=1)
-        mbarrier.init(part_empty, count=1)
         for i in gl.static_range(STAGES):
             mbarrier.init(q_full.index(i), count=1)
             mbarrier.init(dout_full.index(i), count=1)
             mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(part_full, count=1)
+        mbarrier.init(part_empty, count=1)
         fence_async_shared()
         first_slot = (sequence_start // TOKENS + sequence) * KV_HEADS + kv_head
         first_row = (kv_head * tokens + sequence_start) * GROUP
@@ -312,15 +318,18 @@ def _round_dq_kernel(
     tl.store(dq_ptr + at, (total * scale).to(dq_ptr.dtype.element_ty), mask=(position < length)[:, None])
 
 
-def fits(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, dout_THD: torch.Tensor, scores: Scores) -> bool:
-    """Whether the kernel can load these operands: half precision, head dim 128, a group of which a query tile holds whole tokens, and
-    rows of heads that a tensor descriptor describes."""
-    group = q_THD.shape[1] // k_THD.shape[1]
-    if q_THD.element_size() != 2 or q_THD.shape[2] != 128 or _ROWS % group or scores.soft_cap is not None:
-        return False
-    return all(
-        x.stride(2) == 1 and x.stride(1) % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-        for x in (q_THD, k_THD, v_THD, dout_THD)
+def fits(q_THD: torch.Tensor, k_THD: torch.Tensor, scores: Scores) -> bool:
+    """Whether the kernel is to compute this: what it has been held against other kernels for on a Hopper GPU, bit for bit, and no more.
+
+    It compiles for float16 and for every group that divides 64 too, but has not run for them.
+    """
+    tokens, heads, head_dim = q_THD.shape
+    return (
+        q_THD.dtype == torch.bfloat16
+        and head_dim == 128
+        and heads == _GROUP * k_THD.shape[1]
+        and tokens >= _ROWS
+        and scores.soft_cap is None
     )
 
 
@@ -336,6 +345,7 @@ def gradients(
     scores: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv in q's dtype) of what `fits`; lse_KTG to the base 2. The sums of dq take float32 memory of q's shape meanwhile."""
+    q_THD, k_THD, v_THD, dout_THD = (_aligned(x) for x in (q_THD, k_THD, v_THD, dout_THD))
     tokens, heads, head_dim = q_THD.shape
     kv_heads = k_THD.shape[1]
     group = heads // kv_heads
@@ -348,8 +358,8 @@ def gradients(
     key_tiles = triton.cdiv(longest, _KEYS)
     _gradients_hopper_kernel[(sequences * key_tiles * kv_heads,)](
         _descriptor(q_THD, query_tile),
-        _descriptor(_flat(k_THD), [_KEYS, head_dim]),
-        _descriptor(_flat(v_THD), [_KEYS, head_dim]),
+        _descriptor(k_THD.flatten(1), [_KEYS, head_dim]),
+        _descriptor(v_THD.flatten(1), [_KEYS, head_dim]),
         _descriptor(dout_THD, query_tile),
         _descriptor(lse_KTG.view(-1), [_ROWS], swizzle=0),
         _descriptor(delta_KTG.view(-1), [_ROWS], swizzle=0),
@@ -382,10 +392,10 @@ def gradients(
     return dq, dk, dv
 
 
-def _flat(x_THD: torch.Tensor) -> torch.Tensor:
-    """[T, columns], a view whose columns reach from the first head to the end of the last, whatever lies between heads."""
-    tokens, heads, head_dim = x_THD.shape
-    return x_THD.as_strided((tokens, (heads - 1) * x_THD.stride(1) + head_dim), (x_THD.stride(0), 1))
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """`x`, contiguous and at an address from which a tensor descriptor can load; a copy where it is not."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _descriptor(x: torch.Tensor, tile: list[int], *, swizzle: int = 128) -> TensorDescriptor:
