@@ -24,6 +24,10 @@ REPEATS: Final = 3
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
+class NotPutBackError(RuntimeError):
+    """A flag of the process is not what it was before it was flipped."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Flag:
     """One switch of the process. live: its value in a word. flip: has the other value in force while the context is open."""
@@ -37,17 +41,35 @@ class Flag:
 def flipped(flag: Flag) -> Iterator[tuple[str, str]]:
     """The flag with its other value, while the context is open: (value before, value as read back now).
 
-    Raises RuntimeError if it does not read as before once it is closed: what is measured next would be another process.
+    Raises NotPutBackError if it does not read as before once it is closed: what is measured next would be another process.
     """
     before = flag.live()
     with flag.flip():
         yield before, flag.live()
     if flag.live() != before:
-        raise RuntimeError(f"the flag {flag.name} was {before} before it was flipped, and is {flag.live()} after it was put back")
+        raise NotPutBackError(f"the flag {flag.name} was {before} before it was flipped, and is {flag.live()} after it was put back")
 
 
 def live_flags(device: str) -> list[Flag]:
     """The flags that products may look at and that can be flipped here. device: ``cpu`` or ``cuda``."""
+    return [flag for flag in _known(device) if not _stuck(flag, device)]
+
+
+def _stuck(flag: Flag, device: str) -> str:
+    """Why this torch, or this device's library, does not bear the flag's other value; empty where it does."""
+    x = torch.ones(8, 64, device=device, dtype=torch.bfloat16) if device == "cpu" or torch.cuda.is_available() else None
+    try:
+        with flipped(flag) as (before, after):
+            if x is not None:
+                torch.nn.functional.linear(x, x).sum().item()
+    except NotPutBackError:
+        raise
+    except (RuntimeError, AttributeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    return f"it still reads {before} when it is flipped" if after == before else ""
+
+
+def _known(device: str) -> list[Flag]:
     matmul, mkldnn = torch.backends.cuda.matmul, torch.backends.mkldnn
     flags = [
         Flag(name="tf32", live=lambda: _word(gemm_flags.tf32_allowed()), flip=lambda: _float32(_other_tf32)),
@@ -98,7 +120,9 @@ def refused(config: SideConfig) -> dict[str, str]:
     else:
         out["batch_invariant"] = "vLLM reads VLLM_BATCH_INVARIANT when it starts"
     deterministic = _deterministic_refused(config.device)
-    return out | ({"deterministic_algorithms": deterministic} if deterministic else {})
+    if deterministic:
+        out["deterministic_algorithms"] = deterministic
+    return out | {flag.name: why for flag in _known(config.device) if (why := _stuck(flag, config.device))}
 
 
 def notes(config: SideConfig) -> list[str]:

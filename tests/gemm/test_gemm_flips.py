@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +94,28 @@ def test_a_flag_that_does_not_turn_or_does_not_come_back_is_an_error() -> None:
         facts(switch(holds=False)[0], lambda x: x)
     with pytest.raises(RuntimeError, match="was off before it was flipped, and is on after"):
         facts(switch(sticks=True)[0], lambda x: x)
+
+
+def test_a_flag_that_this_torch_cannot_turn_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    good, unmoved = switch()[0], switch(holds=False)[0]
+
+    def raising() -> contextlib.AbstractContextManager[None]:
+        raise RuntimeError("no such backend\nand more")
+
+    flags = [
+        dataclasses.replace(good, name="good"),
+        dataclasses.replace(unmoved, name="unmoved"),
+        dataclasses.replace(good, name="raising", flip=raising),
+    ]
+    monkeypatch.setattr(gemm_flips, "_known", lambda device: flags)
+    assert [flag.name for flag in gemm_flips.live_flags("cpu")] == ["good"]
+    config = SideConfig(side="rollout", engine="vllm", ckpt="x", device="cpu")
+    refused = gemm_flips.refused(config)
+    assert (refused["unmoved"], refused["raising"]) == ("it still reads off when it is flipped", "RuntimeError: no such backend")
+    assert "good" not in refused
+    monkeypatch.setattr(gemm_flips, "_known", lambda device: [switch(sticks=True)[0]])
+    with pytest.raises(gemm_flips.NotPutBackError):
+        gemm_flips.live_flags("cpu")
 
 
 def test_a_process_that_cannot_take_deterministic_products_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
