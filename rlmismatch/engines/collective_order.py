@@ -28,7 +28,7 @@ RING_UP: Final = "ring: a chunk a rank, from the rank above the chunk's own up t
 TWO: Final = "two ranks: one addition, no order"
 
 _SIZES: Final = (64, 512, 4096)  # elements: a backend may choose its algorithm by size
-_PIECES: Final = 4  # of one chunk; an order that needs more of them was not understood
+_PIECE: Final = 16  # elements, on average; an order that falls into smaller pieces was not understood
 _NO_SUM: Final = 2.0**-4  # relative; what is further off is no sum of the operands, whatever its order
 _LARGE, _SMALL = 2.0**14, 2.0**-13  # both are numbers of float16, and one is lost beside the other in float32
 
@@ -161,7 +161,7 @@ def explained(live: torch.Tensor, parts: Sequence[torch.Tensor], tp: TpGroup, de
         if names:
             return Found(order=names[0], acc_dtype=_dtype_word(hop, sent), several=len(names) > 1)
     for hop in dict.fromkeys((torch.float32, sent, torch.bfloat16)):
-        own = _pieces(live, parts, hop, most=_PIECES if scattered else _PIECES * ranks)
+        own = _pieces(live, parts, hop)
         everyone = _objects(own, tp)
         if None not in everyone:
             orders = everyone if scattered or len(set(everyone)) > 1 else everyone[:1]
@@ -237,8 +237,11 @@ def _first_miss(match: torch.Tensor) -> int:
     return int(misses[0]) if len(misses) else match.numel()
 
 
-def _pieces(live: torch.Tensor, parts: Sequence[torch.Tensor], hop: torch.dtype, *, most: int) -> str | None:
-    """The fewest pieces of `live`, left to right, each explained by one turn round the ranks; None if that takes more than `most`."""
+def _pieces(live: torch.Tensor, parts: Sequence[torch.Tensor], hop: torch.dtype) -> str | None:
+    """The fewest pieces of `live`, left to right, each explained by one turn round the ranks; None if it takes too many.
+
+    A backend that runs several rings beside each other, one behind the other in the operand, repeats itself: that is said once.
+    """
     ranks = len(parts)
     rings = [tuple((start + step * i) % ranks for i in range(ranks)) for step in (1, -1) for start in range(ranks)]
     matches = {ring: _added(_chain(ring), parts, hop).to(live.dtype) == live for ring in rings}
@@ -247,11 +250,13 @@ def _pieces(live: torch.Tensor, parts: Sequence[torch.Tensor], hop: torch.dtype,
     while at < live.numel():
         lengths = {ring: _first_miss(match[at:]) for ring, match in matches.items()}
         best = max(lengths, key=lambda ring: lengths[ring])
-        if not lengths[best] or len(out) == most:
+        if not lengths[best] or len(out) > live.numel() // _PIECE:
             return None
         out.append("-".join(map(str, best)))
         at += lengths[best]
-    return f"ring {', '.join(out)}"
+    period = next(n for n in range(1, len(out) + 1) if len(out) % n == 0 and out == out[:n] * (len(out) // n))
+    again = f", {len(out) // period} times over" if period < len(out) else ""
+    return f"ring {', '.join(out[:period])}{again}"
 
 
 def on_every_rank(fit: bool, tp: TpGroup, device: torch.device) -> bool:

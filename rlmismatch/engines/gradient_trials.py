@@ -55,8 +55,8 @@ def _order(engine: MegatronEngine) -> tuple[Reading, Reading]:
         (dx_sBH,) = torch.autograd.grad(module(x_sBH)[0], x_sBH, dy_SBN)
     if engine.config.grads:
         engine.gradient_buffers.zero()
-    parts = [part.chunk(tp.size)[tp.rank].flatten() if sp else part.flatten() for part in tp.gathered(dy_SBN.matmul(weight))]
-    dx_N = dx_sBH.detach().flatten()
+    parts = [(part.chunk(tp.size)[tp.rank] if sp else part).flatten().cpu() for part in tp.gathered(dy_SBN.matmul(weight))]
+    dx_N = dx_sBH.detach().flatten().cpu()
     if not collective_order.on_every_rank(collective_order.is_sum(dx_N, parts), tp, engine.device):
         nothing = not_applicable(f"{source}: dX is not the sum of the ranks' partials")
         return nothing, nothing

@@ -158,6 +158,20 @@ def test_a_ring_that_has_no_name_is_spelt_out() -> None:
     assert found == Found(order="ring 2-3-0-1", acc_dtype="float32")
 
 
+def test_several_rings_one_behind_the_other_are_said_once() -> None:
+    parts = order.revealing(4, 960, torch.bfloat16)
+    chunks = [[(i % 4 + k) % 4 for k in range(4)] for i in range(12)]  # three rings, from each chunk's own rank upwards
+    pieces = [left([p[80 * i : 80 * i + 80] for p in parts], ranks, torch.float32).bfloat16() for i, ranks in enumerate(chunks)]
+    found = explained(torch.cat(pieces), parts, only(0), CPU, scattered=False)
+    assert found == Found(order="ring 0-1-2-3, 1-2-3-0, 2-3-0-1, 3-0-1-2, 3 times over", acc_dtype="float32")
+
+
+def test_pieces_of_a_few_elements_explain_nothing() -> None:
+    parts = order.revealing(4, 960, torch.bfloat16)
+    pieces = [left([p[8 * i : 8 * i + 8] for p in parts], [(i + k) % 4 for k in range(4)], torch.float32).bfloat16() for i in range(120)]
+    assert explained(torch.cat(pieces), parts, only(0), CPU, scattered=False) is None
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_float32_partials_added_in_bfloat16_are_found(ranks: int) -> None:
     parts = partials(ranks, torch.float32)
