@@ -12,6 +12,7 @@ tested without it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -163,5 +164,6 @@ def fork_worker(client: socket.socket, ours: list[int]) -> int:
 
 
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it goes with the session, however that ends
     preload(sys.argv[1])
     serve(sys.argv[2])
