@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Final
 
+import torch
+
 from rlmismatch.arms import FORCED, NATIVE
 from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.engines import attention_forced
@@ -50,5 +52,17 @@ def _forced(evidence: Evidence, book: ScoreBook) -> Iterator[MeasureRow]:
                     yield MeasureRow(axis=axis, side=side, what=what, value=math.nan, note=f"did not run: {outcome.get('reason', '')}")
                     continue
                 delta = abs(aligned.delta_N)
-                note = f"{int((delta != 0).sum())} of {aligned.tokens} tokens unequal, largest {delta.max():.3g}; {version}"
+                note = f"{int((delta != 0).sum())} of {aligned.tokens} tokens unequal, largest {delta.max():.3g}"
+                note += f"{_between(book, side, path, scores)}; {version}"
                 yield MeasureRow(axis=axis, side=side, what=what, value=float(delta.mean()), note=note)
+
+
+def _between(book: ScoreBook, side: SideName, path: str, scores: dict[str, torch.Tensor]) -> str:
+    """What drift between the sides the forced backend leaves, the other side as it is."""
+    if path not in ("forward", "prefill"):
+        return ""
+    other = book.get("rollout", NATIVE, "prefill") if side == "trainer" else book.get("trainer", NATIVE, "forward")
+    aligned = book.aligned(scores, other)
+    if aligned is None or aligned.invalid:
+        return ""
+    return f"; trainer/prefill is then {abs(aligned.delta_N).mean():.3g} nats, mean abs"

@@ -30,9 +30,10 @@ _NONE: Final[Mapping[SideName, str]] = {
 
 
 def measures(evidence: Evidence, book: ScoreBook) -> tuple[MeasureRow, ...]:
-    """Every exported LSE of every side; none without the arm ``attention``."""
+    """Every exported LSE of every side; none without the arm ``attention``, nor where ranks share the sequence."""
     sides: tuple[SideName, ...] = ("trainer", "rollout")
-    return tuple(row for side in sides if ATTENTION in book.arms[side] for row in of_side(side, book.arms[side][ATTENTION].boundaries))
+    measured = [side for side in sides if ATTENTION in book.arms[side] and (side == "rollout" or evidence.settings.cp == 1)]
+    return tuple(row for side in measured for row in of_side(side, book.arms[side][ATTENTION].boundaries))
 
 
 def of_side(side: SideName, tensors: Mapping[str, torch.Tensor]) -> Iterator[MeasureRow]:

@@ -43,14 +43,17 @@ def exported(
 
 
 def _sdpa(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, scale: float) -> torch.Tensor | None:
-    """[Hq, T] of the flash kernel behind torch's scaled_dot_product_attention; None for a dtype that it does not take."""
+    """[Hq, T] of the flash kernel behind torch's scaled_dot_product_attention; None where it has no kernel for these operands."""
     on_cpu = q_THD.device.type == "cpu"
     if not on_cpu and q_THD.dtype is torch.float32:
         return None
     group = q_THD.shape[1] // k_THD.shape[1]
     q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD.repeat_interleave(group, 1), v_THD.repeat_interleave(group, 1)))
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu if on_cpu else torch.ops.aten._scaled_dot_product_flash_attention
-    lse_1HT: torch.Tensor = kernel(q, k, v, 0.0, True, scale=scale)[1]
+    try:
+        lse_1HT: torch.Tensor = kernel(q, k, v, 0.0, True, scale=scale)[1]
+    except RuntimeError:  # a head dim or a GPU that it has no kernel for
+        return None
     return lse_1HT[0, :, : len(q_THD)]
 
 
