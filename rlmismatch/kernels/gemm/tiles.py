@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PROGRAMS = 132  # of a persistent launch: the multiprocessors of an H100 or H200 SXM
+GROUP = 8  # row tiles that share one column tile's operand in L2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,8 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlmismatch.kernels.common.triton import INTERPRETED, storage, widen
-from rlmismatch.kernels.gemm.tiles import INTERPRETER, PROGRAMS, Tile, descriptor_tile, pointer_tile, ring
+from rlmismatch.kernels.gemm.tiles import GROUP, INTERPRETER, PROGRAMS, Tile, descriptor_tile, pointer_tile, ring
 
-_GROUP = 8  # row tiles that share one column tile's operand in L2
 _JOIN_BLOCK = 65536 if INTERPRETED.value else 1024
 _SHARED_BYTES = 227 * 1024 - 1024  # of one program on sm_90, less what the barriers take
 _STORED_AT_ONCE = 64 * 1024  # bytes of a tile that are staged in shared memory on their way out
@@ -127,7 +126,7 @@ def _by_descriptor(
         BLOCK_Q=tile.n,
         EXTRA_Q=tile.extra,
         BLOCK_K=tile.k,
-        GROUP=_GROUP,
+        GROUP=GROUP,
         num_warps=tile.warps,
         num_stages=min(tile.stages, (_SHARED_BYTES - staged) // stage),
         enable_fp_fusion=True,  # a float32 dot is a chain of fused multiply-adds
@@ -156,7 +155,7 @@ def _by_pointer(
         BLOCK_P=tile.m,
         BLOCK_Q=tile.n,
         BLOCK_K=min(tile.k, max(16, triton.next_power_of_2(width))),
-        GROUP=_GROUP,
+        GROUP=GROUP,
         num_warps=tile.warps,
         num_stages=tile.stages,
         enable_fp_fusion=True,

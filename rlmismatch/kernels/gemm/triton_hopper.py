@@ -17,15 +17,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from rlmismatch.kernels.gemm.tiles import PROGRAMS, Ring
+from rlmismatch.kernels.gemm.tiles import GROUP, PROGRAMS, Ring
 
 # Renamed between Triton 3.6 and 3.9.
 _load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-
-_GROUP = 8  # row tiles that share one column tile's operand in L2
 
 
 @gluon.jit
@@ -111,7 +109,7 @@ def _consume(
             if chunk % 4 == 0:
                 later = _products(a_smem, b_smem, full, slot, phase, zeros, False, HALF, GROUPS, B_TURNED)
                 acc = warpgroup_mma_wait(1, deps=[later])
-                before = slot
+                before = slot  # never the same value as `slot` where a loop begins: Triton 3.6 would take it for one that does not change
                 slot, phase = _next(slot, phase, STAGES)
             for _step in range(1, steps):
                 later = _products(a_smem, b_smem, full, slot, phase, acc, True, HALF, GROUPS, B_TURNED)
@@ -226,7 +224,7 @@ def joined(x_PK: torch.Tensor, w_QK: torch.Tensor, *, ring: Ring, chunks: int, o
         BLOCK_Q=ring.n,
         BLOCK_K=ring.k,
         STAGES=ring.stages,
-        GROUP=_GROUP,
+        GROUP=GROUP,
         B_TURNED=turned,
         num_warps=4,
         maxnreg=168 if ring.groups == 2 else 240,  # of twelve or eight warps; the groups that compute take from the one that loads
