@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import TextIO
+from typing import Final, TextIO
 
 from rlmismatch.engines.protocol import SideName
+
+_SILENCE_S: Final = 10.0  # a log says how far the arms are at least this often, where any of them ends
 
 
 class TerminalProgress:
@@ -19,7 +21,8 @@ class TerminalProgress:
         console = Console(file=stream)
         self._live = console.is_terminal
         self._stream = stream
-        self._started = time.monotonic()
+        self._started = self._said = time.monotonic()
+        self._done = self._total = 0
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -45,11 +48,16 @@ class TerminalProgress:
 
     def arms(self, text: str, total: int) -> None:
         self._bar.reset(self._task, description=text, total=total)
-        self._line(f"{text}: {total} arms")
+        self._line(f"{text}: {total} {'arm' if total == 1 else 'arms'}")
+        self._done, self._total = 0, total
 
     def arm_done(self, side: SideName, arm: str) -> None:
         self._bar.update(self._task, advance=1)
+        self._done += 1
+        if time.monotonic() - self._said >= _SILENCE_S:
+            self._line(f"{self._done} of {self._total} arms, the last one {side} {arm}")
 
     def _line(self, text: str) -> None:
         if not self._live:
-            print(f"[{time.monotonic() - self._started:6.1f} s] {text}", file=self._stream, flush=True)
+            self._said = time.monotonic()
+            print(f"[{self._said - self._started:6.1f} s] {text}", file=self._stream, flush=True)
