@@ -116,6 +116,7 @@ class Run:
             "gpu_memory_fraction": s.gpu_memory_fraction,
             "temperature": s.temperature,
             "bos_token_id": i.checkpoint.config.bos_token_id,
+            "try_backends": self._forces_backends,
         }
         trainer = SideConfig(
             side="trainer",
@@ -297,10 +298,14 @@ class Run:
         paths = (*paths, "decode_hit") if cached else paths
         return [Arm(id=PAGED, pins=ALL - {"attention"} | base, paths=paths), Arm(id=PAGED_PINNED, pins=ALL, paths=paths)]
 
+    @property
+    def _forces_backends(self) -> bool:
+        s = self.settings
+        return s.command == "attention" and (not s.axis or "attention.provenance" in s.axis) and s.cp == 1
+
     def _forced(self, side: SideName, base: frozenset[str], paths: tuple[ScorePath, ...]) -> list[Arm]:
         """Arms of one side whose attention another backend computes: each that its trial ran."""
-        s = self.settings
-        if s.command != "attention" or (s.axis and "attention.provenance" not in s.axis) or s.cp > 1 or "attention" in base:
+        if not self._forces_backends or "attention" in base:
             return []
         described = Evidence(self.folder).side(side)
         known = described.provenance.get("attention_forced", {}) if described else {}

@@ -74,7 +74,7 @@ def provenance(site: Site) -> dict[str, Any]:
         "attention_kernels": site.trial.kernels,
         "attention_ran": _attention_ran(site),
         "cascade_attention": _cascade(site),
-        "attention_forced": vllm_forced.facts(site.live),
+        "attention_forced": vllm_forced.facts(site.live) if site.config.try_backends else {},
         "attention_lse": None if site.trial.lse is None else site.trial.lse.to_json(),
         "attention_backends": sorted(attention_backends(site)),
         "communicator": None if communicator is None else type(communicator).__name__,

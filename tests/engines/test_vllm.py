@@ -313,6 +313,11 @@ def test_splits_that_the_kernel_chooses_are_not_called_one(runs: Runs, tp: int) 
     assert (splits.value, splits.evidence) == ("auto", Evidence.READ)
 
 
+@pytest.mark.parametrize("tp", TPS)
+def test_no_other_attention_backend_is_tried_unasked(runs: Runs, tp: int) -> None:
+    assert runs[tp]["arms"]["provenance"]["attention_forced"] == {}
+
+
 def test_provenance_names_the_all_reduce_that_ran(runs: Runs) -> None:
     one, two = (runs[tp]["arms"]["provenance"] for tp in TPS)
     assert one["all_reduces"] == {}
