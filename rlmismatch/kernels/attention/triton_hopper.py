@@ -7,7 +7,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -15,15 +14,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rlmismatch.kernels.attention import triton_fold
 from rlmismatch.kernels.attention.order import LOG2_E, SPLIT, Scores, kv_tile
+from rlmismatch.kernels.common.gluon import barrier, load_tile
 
 # What Gluon calls must be Gluon's own; the source is the same.
 _step = gluon.jit(triton_fold.step.fn)
 _row_sum = gluon.jit(triton_fold.row_sum.fn)
 _finish = gluon.jit(triton_fold.finish.fn)
 _join = gluon.jit(triton_fold.join.fn)
-# Renamed between Triton 3.6 and 3.9.
-_load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 _ROWS = 128  # of a program: heads of a group times tokens
 _STAGES = 2  # tiles of K and of V in shared memory
@@ -57,10 +54,10 @@ def _produce(
         phase = (j // STAGES) & 1
         mbarrier.wait(k_empty.index(slot), phase ^ 1)
         mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
-        _load_tile(k_desc, [row + j * TILE, column], k_full.index(slot), k_smem.index(slot))
+        load_tile(k_desc, [row + j * TILE, column], k_full.index(slot), k_smem.index(slot))
         mbarrier.wait(v_empty.index(slot), phase ^ 1)
         mbarrier.expect(v_full.index(slot), k_desc.block_type.nbytes)
-        _load_tile(v_desc, [row + j * TILE, column], v_full.index(slot), v_smem.index(slot))
+        load_tile(v_desc, [row + j * TILE, column], v_full.index(slot), v_smem.index(slot))
 
 
 @gluon.jit
@@ -104,7 +101,7 @@ def _consume(
     whole_at = parked.index(half)
     whole_at.store(gl.zeros([64, HEAD_DIM], gl.float32, mma))
     fence_async_shared()
-    _barrier()
+    barrier()
 
     m = half * 64 + gl.arange(0, 64, by_row)
     query = m // GROUP
@@ -121,7 +118,7 @@ def _consume(
 
     mbarrier.wait(k_full.index(0), 0)
     score = warpgroup_mma(q_half, k_smem.index(0).permute((1, 0)), nothing, use_acc=False)
-    _barrier()
+    barrier()
     mbarrier.arrive(k_empty.index(0), count=1)
     score = _masked(score, first_tile, first_position, position, window, TILE, WINDOWED, 128 // GROUP - 1, mma)
     weight, decay, origin = _step(score, origin, to_log2)
@@ -135,7 +132,7 @@ def _consume(
         mbarrier.wait(v_full.index(before), ((j - 1) // STAGES) & 1)
         acc_later = warpgroup_mma(w, v_smem.index(before), acc, is_async=True)
         score = warpgroup_mma_wait(1, deps=[score_later])
-        _barrier()
+        barrier()
         mbarrier.arrive(k_empty.index(slot), count=1)
         tile = first_tile + j
         ends = tile % (SPLIT // TILE) == 0  # the tile before was its split's last
@@ -148,7 +145,7 @@ def _consume(
         total = gl.fma(total, decay, gl.convert_layout(_row_sum(weight), by_row))
         w_next = weight.to(dtype)
         acc = warpgroup_mma_wait(0, deps=[acc_later])
-        _barrier()
+        barrier()
         mbarrier.arrive(v_empty.index(before), count=1)
         if ends:
             part, part_lse = _finish(acc, old_origin, old_total)
@@ -166,7 +163,7 @@ def _consume(
         v = v_smem.index(last).load(wide)
         v_smem.index(last).store(gl.where((n_v < kv_end)[:, None], v, gl.zeros_like(v)))
         fence_async_shared()
-        _barrier()
+        barrier()
     acc = warpgroup_mma(w, v_smem.index(last), acc)
     part, part_lse = _finish(acc, origin, total)
     whole, whole_lse = _join(whole_at.load(mma), whole_lse, part, part_lse)

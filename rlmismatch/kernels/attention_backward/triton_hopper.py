@@ -21,11 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rlmismatch.kernels.attention.order import LOG2_E, Scores
-
-# Renamed between Triton 3.6 and 3.9.
-_load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+from rlmismatch.kernels.common.gluon import barrier, load_tile, store_tile
 
 _GROUP = 4  # query heads of a KV head
 _ROWS = 64  # of a query tile: heads of a group times tokens
@@ -93,8 +89,8 @@ def _load(
 ):  # fmt: skip
     """K and V once, then the query tiles as their buffers become free. One warp."""
     mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    _load_tile(k_desc, [key_row, k_column], kv_full, k_smem)
-    _load_tile(v_desc, [key_row, v_column], kv_full, v_smem)
+    load_tile(k_desc, [key_row, k_column], kv_full, k_smem)
+    load_tile(v_desc, [key_row, v_column], kv_full, v_smem)
     for step in range(steps):
         slot = step % STAGES
         tile = last_tile - step
@@ -102,11 +98,11 @@ def _load(
         row = first_row + tile * TOKENS * GROUP
         mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
         mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
-        _load_tile(q_desc, [token, kv_head * GROUP, 0], q_full.index(slot), q_smem.index(slot))
-        _load_tile(lse_desc, [row], q_full.index(slot), lse_smem.index(slot))
+        load_tile(q_desc, [token, kv_head * GROUP, 0], q_full.index(slot), q_smem.index(slot))
+        load_tile(lse_desc, [row], q_full.index(slot), lse_smem.index(slot))
         mbarrier.expect(dout_full.index(slot), dout_desc.block_type.nbytes + delta_desc.block_type.nbytes)
-        _load_tile(dout_desc, [token, kv_head * GROUP, 0], dout_full.index(slot), dout_smem.index(slot))
-        _load_tile(delta_desc, [row], dout_full.index(slot), delta_smem.index(slot))
+        load_tile(dout_desc, [token, kv_head * GROUP, 0], dout_full.index(slot), dout_smem.index(slot))
+        load_tile(delta_desc, [row], dout_full.index(slot), delta_smem.index(slot))
 
 
 @gluon.jit
@@ -127,7 +123,7 @@ def _add(
             _await(turn_ptr + slot, key_tile - first_adder)
             _add_tile(sum_desc, [slot * ROWS, 0], part_smem)
         else:
-            _store_tile(sum_desc, [slot * ROWS, 0], part_smem)
+            store_tile(sum_desc, [slot * ROWS, 0], part_smem)
         tma.store_wait(0)
         mbarrier.arrive(part_empty, count=1)
         if key_tile < last_adder:
@@ -171,14 +167,14 @@ def _compute(
         _zero_behind(k_smem, length - first_key, wide)
         _zero_behind(v_smem, length - first_key, wide)
         fence_async_shared()
-        _barrier()
+        barrier()
     mbarrier.wait(q_full.index(0), 0)
     mbarrier.wait(dout_full.index(0), 0)
     if ((last_tile + 1) * TOKENS > length) & (sequence_start + length < tokens):
         _zero_behind(q_smem.index(0).reshape([ROWS, HEAD_DIM]), (length - last_tile * TOKENS) * GROUP, wide)
         _zero_behind(dout_smem.index(0).reshape([ROWS, HEAD_DIM]), (length - last_tile * TOKENS) * GROUP, wide)
         fence_async_shared()
-        _barrier()
+        barrier()
     for step in range(steps):
         slot = step % STAGES
         phase = (step // STAGES) & 1
@@ -210,7 +206,7 @@ def _compute(
         dscore = (weight * (dweight - delta[None, :])).to(dtype)
         dscore_smem.store(dscore)
         fence_async_shared()
-        _barrier()
+        barrier()
         part_later = warpgroup_mma(dscore_smem.permute((1, 0)), k_smem, no_part, use_acc=False, is_async=True)
         dk_later = warpgroup_mma(gl.convert_layout(dscore, operand), q, dk, is_async=True)
         part, dv = warpgroup_mma_wait(1, deps=[part_later, dv_later])
@@ -218,7 +214,7 @@ def _compute(
         part_smem.store(part)
         fence_async_shared()
         dk = warpgroup_mma_wait(0, deps=[dk_later])
-        _barrier()
+        barrier()
         mbarrier.arrive(part_full, count=1)
         mbarrier.arrive(empty.index(slot), count=1)
 

@@ -17,12 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from rlmismatch.kernels.common.gluon import barrier, load_tile, store_tile
 from rlmismatch.kernels.gemm.tiles import GROUP, PROGRAMS, Ring
 
-# Renamed between Triton 3.6 and 3.9.
-_load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
@@ -60,11 +57,11 @@ def _produce(
             k = step * BLOCK_K
             for half in gl.static_range(GROUPS):
                 row = (p * GROUPS + half) * 64
-                _load_tile(a_desc, [row, k], full.index(slot), a_smem.index(slot * GROUPS + half))
+                load_tile(a_desc, [row, k], full.index(slot), a_smem.index(slot * GROUPS + half))
             if B_TURNED:
-                _load_tile(b_desc, [k, q * BLOCK_Q], full.index(slot), b_smem.index(slot))
+                load_tile(b_desc, [k, q * BLOCK_Q], full.index(slot), b_smem.index(slot))
             else:
-                _load_tile(b_desc, [q * BLOCK_Q, k], full.index(slot), b_smem.index(slot))
+                load_tile(b_desc, [q * BLOCK_Q, k], full.index(slot), b_smem.index(slot))
             slot, phase = _next(slot, phase, STAGES)
 
 
@@ -114,7 +111,7 @@ def _consume(
             for _step in range(1, steps):
                 later = _products(a_smem, b_smem, full, slot, phase, acc, True, HALF, GROUPS, B_TURNED)
                 acc = warpgroup_mma_wait(1, deps=[later])
-                _barrier()
+                barrier()
                 mbarrier.arrive(empty.index(before), count=1)
                 before = slot
                 slot, phase = _next(slot, phase, STAGES)
@@ -127,7 +124,7 @@ def _consume(
                 slot, phase = _next(slot, phase, STAGES)
             else:
                 acc = warpgroup_mma_wait(0, deps=[acc])
-            _barrier()
+            barrier()
             mbarrier.arrive(empty.index(last), count=1)
             if chunk % 2 == 1:
                 acc = _added(one, acc)
@@ -142,17 +139,17 @@ def _consume(
                     two = acc
                 else:
                     tma.store_wait(0)  # of the tile before, which went out from the same place
-                    _barrier()
+                    barrier()
                     kept.store(acc)
                 if chunk % 4 != 3:
                     acc = after
         tma.store_wait(0)
-        _barrier()
+        barrier()
         staged.store(acc.to(out_desc.dtype))
         fence_async_shared()
-        _barrier()
+        barrier()
         p, q = _origin(tile, tiles_p, tiles_q, GROUP)
-        _store_tile(out_desc, [(p * GROUPS + HALF) * 64, q * BLOCK_Q], staged)
+        store_tile(out_desc, [(p * GROUPS + HALF) * 64, q * BLOCK_Q], staged)
     tma.store_wait(0)
 
 
