@@ -1,4 +1,7 @@
-"""The verdict: every exit code, their order, the order of reasons, and the doors that stay shut."""
+"""The verdict: every exit code, their order, the order of reasons, and the doors that stay shut.
+
+More than 400 lines: one short test a door, all on the same small run (`given`).
+"""
 
 from __future__ import annotations
 

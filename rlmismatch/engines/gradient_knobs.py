@@ -29,7 +29,7 @@ def outcomes(knobs: Mapping[str, Any], *, tp: int, fused: str) -> dict[str, Outc
     if WGRAD in knobs:
         value = knobs[WGRAD]
         if value == "fused" and not fused:
-            missing = "neither fused_weight_gradient_mlp_cuda (Apex) nor Transformer Engine is here"
+            missing = "neither fused_weight_gradient_mlp_cuda (Apex) nor Transformer Engine can be imported here"
             out[WGRAD] = unsupported(value, "explicit, dW rounded to the model's dtype", missing)
         else:
             out[WGRAD] = applied(value, fused if value == "fused" else "")

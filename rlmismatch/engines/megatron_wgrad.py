@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Final
@@ -23,7 +23,11 @@ def available(device: torch.device) -> str:
         return INJECTED
     if layers._grad_accum_fusion_available:
         return _APEX
-    return _TE if importlib.util.find_spec("transformer_engine") else ""
+    try:
+        importlib.import_module("transformer_engine.pytorch.cpp_extensions")
+    except (ImportError, OSError, RuntimeError):  # not there, or its libraries do not load
+        return ""
+    return _TE
 
 
 def kernel(device: torch.device) -> Any:

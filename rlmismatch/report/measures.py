@@ -43,12 +43,16 @@ def sections(report: Report, *, verbose: bool) -> list[Section]:
 def _measures(report: Report, verbose: bool) -> Section | None:
     """A table of the rows over their limit and of those of both sides; or all of them with their notes, axis by axis, when verbose."""
     shown = [m for m in report.measures if verbose or not m.ok or (m.limit is None and not m.side)]
-    if not shown:
+    if not report.measures:
         return None
-    within = sum(m.ok for m in report.measures if m.limit is not None)
-    limited = sum(m.limit is not None for m in report.measures)
-    blocks = _all_measures(shown, [a.axis for a in report.axes]) if verbose else (_measure_table(shown),)
-    note = f"{within} of {plural(limited, 'limit')} held" if limited else "none has a limit"
+    limited = [m for m in report.measures if m.limit is not None and m.value is not None]
+    blocks: tuple[Block, ...] = ()
+    if shown:
+        blocks = _all_measures(shown, [a.axis for a in report.axes]) if verbose else (_measure_table(shown),)
+    if hidden := len(report.measures) - len(shown):
+        text = f"--verbose shows {plural(hidden, 'row')}{' more' if shown else ''}, each with its note"
+        blocks += (Lines(lines=(cell(text, "dim"),)),)
+    note = f"{sum(m.ok for m in limited)} of {plural(len(limited), 'limit')} held" if limited else "none has a limit"
     return Section(title="Measures", note=note, blocks=blocks)
 
 

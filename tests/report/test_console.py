@@ -12,6 +12,7 @@ import pytest
 from rlmismatch import report
 from rlmismatch.report import console
 from rlmismatch.report.blocks import Cell, Column, Table, clip, fit
+from rlmismatch.report.model import MeasureRow
 from rlmismatch.report.sections import page
 from tests.report.golden import load
 
@@ -91,3 +92,13 @@ def test_clip_counts_terminal_cells():
     assert clip("abcdef", 4) == "abc…"
     assert clip("日本語", 4) == "日…"
     assert clip("日本", 4) == "日本"
+
+
+def test_measures_that_are_not_shown_are_announced():
+    row = MeasureRow(axis="gemm.kernel", side="trainer", what="an error", value=0.5)
+    unmeasured = dataclasses.replace(row, value=None, limit=1.0)  # no limit that was held
+    run = dataclasses.replace(load("ok"), measures=(row, row, unmeasured))
+    quiet = console.render(page(run, verbose=False))
+    assert re.search(r"Measures +none has a limit", quiet)
+    assert "--verbose shows 3 rows, each with its note" in quiet
+    assert "--verbose shows" not in console.render(page(run, verbose=True))

@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rlmismatch.kernels.attention import triton_fold
 from rlmismatch.kernels.attention.order import LOG2_E, SPLIT, Scores, kv_tile
-from rlmismatch.kernels.common.gluon import barrier, load_tile
+from rlmismatch.kernels.common.triton_gluon import barrier, load_tile
 
 # What Gluon calls must be Gluon's own; the source is the same.
 _step = gluon.jit(triton_fold.step.fn)

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rlmismatch.kernels.attention.order import LOG2_E, Scores
-from rlmismatch.kernels.common.gluon import barrier, load_tile, store_tile
+from rlmismatch.kernels.common.triton_gluon import barrier, load_tile, store_tile
 
 _GROUP = 4  # query heads of a KV head
 _ROWS = 64  # of a query tile: heads of a group times tokens

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from rlmismatch.kernels.common.gluon import barrier, load_tile, store_tile
+from rlmismatch.kernels.common.triton_gluon import barrier, load_tile, store_tile
 from rlmismatch.kernels.gemm.tiles import GROUP, PROGRAMS, Ring
 
 _RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
