@@ -266,7 +266,7 @@ class Run:
         }
         self._run_arms("measuring", [*arms, *probes, lifted], oracle, alone)
         if s.grads:
-            self.progress.step("taking the trainer's gradients, native and pinned")
+            self.progress.arms("taking the trainer's gradients, native and pinned", 1)
             gradients = Arm(id=GRADS, pins=base, probe="grads", paths=("forward",))
             self._fleet.ask({"trainer": [{"op": "run", "arms": [gradients.to_json()]}]})
         if s.attribute:

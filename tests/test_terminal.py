@@ -28,10 +28,14 @@ def test_a_log_is_told_how_far_the_arms_are(monkeypatch: pytest.MonkeyPatch) -> 
         clock.now = 91.0
         progress.arms("attributing", 1)
         progress.arm_done("trainer", "all")
+        progress.step("starting the rollout once more")
+        clock.now = 120.0
+        progress.arm_done("rollout", "eager")  # of no known number
     assert log.getvalue().splitlines() == [
         "[   0.0 s] starting engines",
         "[  30.0 s] measuring: 4 arms",
         "[  41.0 s] 2 of 4 arms, the last one trainer native",
         "[  90.5 s] 4 of 4 arms, the last one trainer pinned",
         "[  91.0 s] attributing: 1 arm",
+        "[  91.0 s] starting the rollout once more",
     ]

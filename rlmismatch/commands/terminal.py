@@ -43,6 +43,7 @@ class TerminalProgress:
         self._bar.stop()
 
     def step(self, text: str) -> None:
+        self._total = 0  # arms are counted where their number was said
         self._bar.reset(self._task, description=text, total=None)
         self._line(text)
 
@@ -54,7 +55,7 @@ class TerminalProgress:
     def arm_done(self, side: SideName, arm: str) -> None:
         self._bar.update(self._task, advance=1)
         self._done += 1
-        if time.monotonic() - self._said >= _SILENCE_S:
+        if self._total and time.monotonic() - self._said >= _SILENCE_S:
             self._line(f"{self._done} of {self._total} arms, the last one {side} {arm}")
 
     def _line(self, text: str) -> None:

@@ -90,8 +90,11 @@ def sum_outcome(config: SideConfig, *, tp: int, refused: str = "") -> dict[str, 
     return {knob: unsupported(wanted, "the engine's own", refused) if refused else applied(wanted)}
 
 
-def backend_outcome(config: SideConfig, ran: Mapping[str, Mapping[str, int]], *, tp: int) -> dict[str, Outcome]:
-    """The outcome of the knob all_reduce_backend. ran: backend -> payload in bytes (as text) -> calls in the arm; what ran decides."""
+def backend_outcome(config: SideConfig, ran: Mapping[str, Mapping[str, int]], *, tp: int, idle: str = "") -> dict[str, Outcome]:
+    """The outcome of the knob all_reduce_backend.
+
+    ran: backend -> payload in bytes (as text) -> calls in the arm; what ran decides. idle: why what was asked for did not run.
+    """
     knob = PREFIX + "all_reduce_backend"
     if knob not in config.knobs:
         return {}
@@ -102,7 +105,10 @@ def backend_outcome(config: SideConfig, ran: Mapping[str, Mapping[str, int]], *,
     sizes = "; ".join(f"{name}: {min(map(int, by))} to {max(map(int, by))} bytes" for name, by in ran.items() if by)
     if wanted == "auto" and ran:
         return {knob: outcome(wanted, actual, "applied", sizes)}
-    return {knob: outcome(wanted, actual, "applied" if set(ran) == {wanted} else "fell_back", sizes or "no all-reduce ran")}
+    if set(ran) == {wanted}:
+        return {knob: outcome(wanted, actual, "applied", sizes)}
+    reasons = [sizes or "no all-reduce ran", *([f"{wanted}: {idle}"] if idle and wanted not in ran else [])]
+    return {knob: outcome(wanted, actual, "fell_back", "; ".join(reasons))}
 
 
 def backend_refused(config: SideConfig, *, tp: int) -> str:

@@ -241,7 +241,7 @@ class VllmEngine:
             gemm_knobs.flag_outcomes(config)
             | gemm_knobs.mode_outcome(config, "batch_invariant", live=gemm_knobs.vllm_batch_invariant(), refused=cpu)
             | gemm_knobs.sum_outcome(config, tp=tp)
-            | gemm_knobs.backend_outcome(config, ran, tp=tp)
+            | gemm_knobs.backend_outcome(config, ran, tp=tp, idle=self._collectives.why_idle(gemm_knobs.all_reduce_backend(config)))
         )
         return known | gemm_knobs.not_for(config, known, "rollout")
 

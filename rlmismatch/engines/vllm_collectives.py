@@ -17,7 +17,9 @@ import torch.distributed as dist
 from rlmismatch.pins.hooks import Patch
 
 Phase = Literal["prefill", "decode", "mixed", "other"]  # of an engine step; other: outside of any, as in a trial
+UNKNOWN: Final = "unknown"
 _OPS: Final = ("all_reduce", "reduce_scatter", "all_gather", "gather")
+_IN_TORCH: Final = (*_OPS, "all_gather_into_tensor", "reduce_scatter_tensor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +32,13 @@ class Backend:
     fits: str = ""
 
 
-# In the order of vLLM's cuda_communicator.py and cpu_communicator.py. What none of them took ran in torch.distributed itself.
+# In the order of vLLM's cuda_communicator.py and cpu_communicator.py. A call that neither one of these nor torch.distributed ran is
+# UNKNOWN's: a later vLLM may have a way that is not named here.
 BACKENDS: Final = (
     Backend(attribute="fi_ar_comm", name="flashinfer", sums="all_reduce", fits="should_use_fi_ar"),
     Backend(attribute="qr_comm", name="quick_reduce", sums="quick_all_reduce", fits="should_quick_allreduce"),
+    Backend(attribute="fi_pcie_ipc_ar_comm", name="flashinfer_pcie", sums="all_reduce", fits="should_use"),
+    Backend(attribute="aiter_ar_comm", name="aiter", sums="custom_all_reduce", fits="should_custom_ar"),
     Backend(attribute="ca_comm", name="custom", sums="custom_all_reduce", fits="should_custom_ar"),
     Backend(attribute="symm_mem_comm", name="symm_mem", sums="all_reduce", fits="should_use_symm_mem"),
     Backend(attribute="pynccl_comm", name="nccl", sums="all_reduce"),
@@ -76,7 +81,8 @@ class CollectiveLog:
                 if hasattr(module, method):
                     make = self._inner(backend.name)
                     out.append(Patch(target=module, name=method, make=make, pins=(), label=f"{backend.name} {method}"))
-        return out
+        make = self._inner(str(dist.get_backend(communicator.device_group)))
+        return [*out, *(Patch(target=dist, name=op, make=make, pins=(), label=f"torch.distributed {op}") for op in _IN_TORCH)]
 
     def replaced_all_reduce(self, name: str, summed: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
         """The hook that has `summed` in the place of the all-reduce, and counts it as `name`. It goes in before `patches`."""
@@ -98,11 +104,24 @@ class CollectiveLog:
         for backend, module in self._backends():
             if not getattr(module, "disabled", False):
                 out[backend.name] = _alone(module, backend)
+            # Also where vLLM disabled it because the host lacks multicast: this way does without.
+            if backend.name == "symm_mem" and hasattr(module, "buffer"):
+                out["symm_mem two-shot"] = _two_shot(module)
         if self._communicator is not None:
             group = self._communicator.device_group
             name = str(dist.get_backend(group))
             out[name if name not in out else f"torch.distributed {name}"] = lambda x: _by_torch(x, group)
         return out
+
+    def why_idle(self, name: str) -> str:
+        """Why the backend `name` ran in no call, as far as its communicator tells; empty where that is not known."""
+        attribute = {b.name: b.attribute for b in BACKENDS}.get(name)
+        if attribute is None or self._communicator is None:
+            return ""
+        module = getattr(self._communicator, attribute, None)
+        if module is None:
+            return f"vLLM made no {attribute}"
+        return "vLLM disabled it, its log says why" if getattr(module, "disabled", False) else "no call was one that it takes"
 
     def all_reduces(self, before: Mapping[Call, int] | None = None) -> dict[str, dict[str, int]]:
         """Backend -> payload in bytes (as text) -> all-reduces since `before` (a copy of `calls`; default: the engine's start)."""
@@ -123,7 +142,7 @@ class CollectiveLog:
             self.calls = before
 
     def _backends(self) -> list[tuple[Backend, Any]]:
-        """Those that the communicator holds. On the CPU `dist_module` may be torch.distributed, whose calls are not all vLLM's."""
+        """Those that the communicator holds. On the CPU `dist_module` may be torch.distributed, which is hooked for every communicator."""
         found = [(b, getattr(self._communicator, b.attribute, None)) for b in BACKENDS]
         return [(b, module) for b, module in found if module is not None and module is not dist]
 
@@ -142,8 +161,7 @@ class CollectiveLog:
         def make(native: Callable[..., Any]) -> Callable[..., Any]:
             def collective(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
                 dtype, size = str(x.dtype).removeprefix("torch."), x.numel() * x.element_size()
-                assert self._communicator is not None
-                self._ran = str(dist.get_backend(self._communicator.device_group))  # unless a backend below says that it was the one
+                self._ran = UNKNOWN  # unless a backend below, or torch.distributed, says that it was the one
                 out = native(x, *args, **kwargs)
                 self.calls[Call(phase=self.phase, op=op, backend=self._ran, dtype=dtype, size_bytes=size)] += 1
                 return out
@@ -178,6 +196,21 @@ def _alone(module: Any, backend: Backend) -> Callable[[torch.Tensor], torch.Tens
         out = getattr(module, backend.sums)(copy)
         # Shared memory sums in place and returns nothing; the others return their result, or None where they do not take the size.
         return copy if out is None and backend.attribute == "dist_module" else out
+
+    return all_reduce
+
+
+def _two_shot(module: Any) -> Callable[[torch.Tensor], torch.Tensor | None]:
+    """The sum that vLLM's symm_mem_comm takes where it has no multicast kernel for the ranks, in the buffer that it shares with them."""
+
+    def all_reduce(x: torch.Tensor) -> torch.Tensor | None:
+        size = x.numel() * x.element_size()
+        if x.dtype != module.dtype or x.numel() > module.buffer.numel() or size % 4:
+            return None
+        shared: torch.Tensor = module.buffer[: x.numel()]
+        shared.copy_(x.reshape(-1))
+        torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", module.group.group_name)
+        return shared.reshape(x.shape).clone()
 
     return all_reduce
 

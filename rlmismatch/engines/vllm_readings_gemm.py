@@ -9,7 +9,7 @@ import torch
 from rlmismatch.contract import Reading, not_applicable, read, unknown
 from rlmismatch.engines import collective_order, gemm_flags, gemm_knobs, vllm_sums
 from rlmismatch.engines.gemm_flags import environment_reading
-from rlmismatch.engines.vllm_collectives import Call
+from rlmismatch.engines.vllm_collectives import UNKNOWN, Call
 from rlmismatch.engines.vllm_site import Fields, Site, collective_engine, fill
 
 
@@ -85,8 +85,10 @@ def all_reduce_backend(site: Site) -> Fields:
     counted = {call: n for call, n in log.calls.items() if call.op == "all_reduce" and call.phase in ("prefill", "decode", "mixed")}
     if not counted:
         return fill("actual_backends bytes_per_call calls", unknown("no step has run yet; see what ran in the arms"))
+    by_phase = _by_phase(counted, lambda calls: sorted({c.backend for c in calls}))
+    nameless = any(UNKNOWN in backends for backends in by_phase.values())
     return {
-        "actual_backends": read(_by_phase(counted, lambda calls: sorted({c.backend for c in calls})), source),
+        "actual_backends": unknown("a call ran in a backend that has no hook") if nameless else read(by_phase, source),
         "bytes_per_call": read(_by_phase(counted, lambda calls: sorted({c.size_bytes for c in calls})), source),
         "calls": read(_by_phase(counted, lambda calls: sum(calls.values()) / log.steps[next(iter(calls)).phase]), source),
     }

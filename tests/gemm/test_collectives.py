@@ -32,7 +32,7 @@ class _Custom:
 
 
 class _Communicator:
-    """Sums the smallest payloads by one backend, small ones by another, large ones by none it names, as vLLM's CUDA communicator does."""
+    """Sums the smallest payloads by one backend, small ones by another, large ones in torch, as vLLM's CUDA communicator does."""
 
     def __init__(self, group: Any) -> None:
         self.device_group = group
@@ -43,7 +43,11 @@ class _Communicator:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self.ca_comm.should_custom_ar(x):
             return self.ca_comm.custom_all_reduce(x)
-        return self.pynccl_comm.all_reduce(x) if x.numel() < 8 else x
+        if x.numel() < 8:
+            return self.pynccl_comm.all_reduce(x)
+        if x.numel() < 100:
+            dist.all_reduce(x, group=self.device_group)
+        return x
 
 
 class _Runner:
@@ -124,8 +128,28 @@ def test_one_rank_reduces_nothing() -> None:
     assert (log.all_reduces(), log.live_backends()) == ({}, {})
 
 
-def test_torch_distributed_itself_is_not_patched() -> None:
-    """On a CPU without shared memory vLLM calls the module that everyone else in the process calls too."""
-    communicator = SimpleNamespace(dist_module=torch.distributed, all_reduce=lambda x: x)
+def test_torch_distributed_is_hooked_once_where_it_is_the_backend(communicator: _Communicator) -> None:
+    """On a CPU without shared memory vLLM's backend is the module that everyone else in the process calls too."""
+    bare = SimpleNamespace(dist_module=dist, device_group=communicator.device_group, all_reduce=lambda x: x)
     runner = SimpleNamespace(execute_model=lambda scheduled: None)
-    assert [patch.label for patch in CollectiveLog(communicator).patches(runner)] == ["execute_model", "all_reduce"]
+    labels = [patch.label for patch in CollectiveLog(bare).patches(runner)]
+    assert labels[:2] == ["execute_model", "all_reduce"]
+    assert all(label.startswith("torch.distributed ") for label in labels[2:])
+    assert len(set(labels)) == len(labels)
+
+
+def test_a_call_that_no_hook_saw_is_unknown(communicator: _Communicator) -> None:
+    """A way to sum that a later vLLM may have is not taken for torch.distributed's."""
+    log = CollectiveLog(communicator)
+    with installed(log.patches(_Runner(communicator))):
+        communicator.all_reduce(torch.zeros(100))
+    assert log.all_reduces() == {"unknown": {"400": 1}}
+
+
+def test_why_a_backend_ran_in_no_call(communicator: _Communicator) -> None:
+    log = CollectiveLog(communicator)
+    assert log.why_idle("symm_mem") == "vLLM made no symm_mem_comm"
+    assert log.why_idle("custom") == "no call was one that it takes"
+    communicator.ca_comm.disabled = True
+    assert log.why_idle("custom") == "vLLM disabled it, its log says why"
+    assert (log.why_idle("rank_order"), CollectiveLog(None).why_idle("custom")) == ("", "")

@@ -192,6 +192,15 @@ def test_what_ran_decides_what_became_of_a_backend(knobs: dict[str, str], ran: A
     assert row["reason"]
 
 
+def test_a_fallback_says_why_what_was_asked_for_did_not_run() -> None:
+    (row,) = gemm_knobs.backend_outcome(config(all_reduce_backend="gloo"), RAN, tp=2, idle="vLLM disabled it").values()
+    assert row["reason"] == "shm: 512 to 512 bytes; gloo: vLLM disabled it"
+    (row,) = gemm_knobs.backend_outcome(
+        config(all_reduce_backend="gloo"), {**RAN, "gloo": {"64": 1}}, tp=2, idle="vLLM disabled it"
+    ).values()
+    assert "disabled" not in row["reason"]
+
+
 def test_what_cannot_be_had_is_unsupported_with_a_reason() -> None:
     refused = gemm_knobs.mode_outcome(config(batch_invariant="on"), "batch_invariant", live=False, refused="no kernels for it")
     assert refused["gemm.batch_invariant"] == {"requested": "on", "actual": "off", "status": "unsupported", "reason": "no kernels for it"}
