@@ -116,7 +116,7 @@ class Run:
             "gpu_memory_fraction": s.gpu_memory_fraction,
             "temperature": s.temperature,
             "bos_token_id": i.checkpoint.config.bos_token_id,
-            "try_backends": self._forces_backends,
+            "try_backends": self._tries_backends,
         }
         trainer = SideConfig(
             side="trainer",
@@ -219,7 +219,9 @@ class Run:
             capture.write_json(self.folder / "token_texts.json", texts)
 
     def _describe(self) -> None:
-        self.progress.step("reading contracts and weights back from the live engines")
+        compiled = "; attention backends that compile at their first call on a machine do so now"
+        tries = compiled if self._tries_backends and self.inputs.device == "cuda" else ""
+        self.progress.step(f"reading contracts and weights back from the live engines{tries}")
         self._fleet.give(self.sequences)
         self._fleet.ask({name: [{"op": "describe"}] for name in self._fleet.names})
 
@@ -297,6 +299,11 @@ class Run:
         paths: tuple[ScorePath, ...] = ("prefill", "prefill_shuffled", "prefill_packed", "decode", "decode_shuffled")
         paths = (*paths, "decode_hit") if cached else paths
         return [Arm(id=PAGED, pins=ALL - {"attention"} | base, paths=paths), Arm(id=PAGED_PINNED, pins=ALL, paths=paths)]
+
+    @property
+    def _tries_backends(self) -> bool:
+        s = self.settings
+        return s.command == "attention" and (not s.axis or bool({"attention.provenance", "attention.backend_reuse"} & {*s.axis}))
 
     @property
     def _forces_backends(self) -> bool:

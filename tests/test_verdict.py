@@ -462,3 +462,13 @@ class TestPlants:
 def test_judging_is_pure() -> None:
     facts = dataclasses.replace(CLEAN, comparisons=SEMANTIC, budget=(over(1.2),))
     assert judge(facts) == judge(facts)
+
+
+def test_a_switch_that_both_sides_have_is_named_as_what_sets_it_alike() -> None:
+    """One engine's mode turns it off and the other's does not: the modes themselves cannot be made to agree."""
+    flags = "gemm.runtime_flags"
+    (reason,) = given(comparisons=compare({f"{flags}:bf16_reduced_precision_reduction": (True, False)})).reasons[:1]
+    assert reason.hint.startswith("--bf16-reduced-precision-reduction off sets both sides alike")
+    assert f"--waive {flags}:bf16_reduced_precision_reduction" in reason.hint
+    (reason,) = given(comparisons=compare({f"{flags}:tensor_parallel_size": (2, 1)})).reasons[:1]
+    assert reason.hint == axes.by_id(flags).hint

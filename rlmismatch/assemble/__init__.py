@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+
+import torch
 
 from rlmismatch import attribution, axes, verdict
 from rlmismatch.arms import COMPILE, NATIVE
@@ -62,6 +65,22 @@ _NAMES: Final[Mapping[str, str]] = {"megatron": "megatron-core", "vllm": "vllm",
 
 def report(folder: Path, *, budget: Sequence[str] = (), fail_on: str | None = None, waive: Sequence[str] = ()) -> Report:
     """The report of the run in `folder`. The keyword arguments replace (or, for waivers, join) what the run was started with."""
+    with _one_thread():
+        return _report(folder, budget=budget, fail_on=fail_on, waive=waive)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Thousands of small tensors are slower on many threads: seconds became a minute where 32 shared their cores with the engines."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _report(folder: Path, *, budget: Sequence[str], fail_on: str | None, waive: Sequence[str]) -> Report:
     evidence = Evidence(folder)
     overrides = {"budget": tuple(budget), "fail_on": fail_on, "waive": (*evidence.settings.waive, *waive) if waive else ()}
     evidence = Evidence(folder, overrides=overrides)

@@ -24,6 +24,7 @@ from rlmismatch.attention_policies import Operands
 Form = Literal["full", "chunked", "paged", "decode"]
 FORMS: Final[tuple[Form, ...]] = ("full", "chunked", "paged", "decode")
 NAMES: Final = ("te", "flash_attn", "flashinfer", "sdpa")
+COMPILED: Final = ("flashinfer",)  # when first called on a machine, for each head size and form: minutes
 FACTS: Final = ("repeats", "batch_invariant", "largest_error", "mean_error", "mean_size")
 _CHUNK: Final = 16  # rows of a chunk
 PAGE: Final = 16  # tokens; FlashAttention's own package wants 256
@@ -51,7 +52,7 @@ def find(name: str, device: torch.device) -> Candidate:
     return _FINDERS[name](device)
 
 
-def _missing(name: str, reason: str) -> Candidate:
+def missing(name: str, reason: str) -> Candidate:
     def attend(form: Form, given: Sequence[Operands]) -> list[torch.Tensor]:
         raise RuntimeError(reason)
 
@@ -81,13 +82,13 @@ def _sdpa(device: torch.device) -> Candidate:
 
 def _flash_attn(device: torch.device) -> Candidate:
     if device.type != "cuda":
-        return _missing("flash_attn", "FlashAttention needs a GPU")
+        return missing("flash_attn", "FlashAttention needs a GPU")
     if importlib.util.find_spec("flash_attn") is not None:
         return _flash_attn_package()
     if importlib.util.find_spec("vllm") is not None and importlib.util.find_spec("vllm.vllm_flash_attn") is not None:
         found: Candidate = importlib.import_module("rlmismatch.engines.vllm_flash_attn").candidate()
         return found
-    return _missing("flash_attn", "flash_attn is not installed here, nor is vLLM's build of it")
+    return missing("flash_attn", "flash_attn is not installed here, nor is vLLM's build of it")
 
 
 def _flash_attn_package() -> Candidate:
@@ -109,9 +110,9 @@ def _flash_attn_package() -> Candidate:
 
 def _flashinfer(device: torch.device) -> Candidate:
     if device.type != "cuda":
-        return _missing("flashinfer", "FlashInfer needs a GPU")
+        return missing("flashinfer", "FlashInfer needs a GPU")
     if importlib.util.find_spec("flashinfer") is None:
-        return _missing("flashinfer", "flashinfer is not installed here")
+        return missing("flashinfer", "flashinfer is not installed here")
     import flashinfer
 
     @functools.cache
@@ -142,13 +143,13 @@ def _flashinfer(device: torch.device) -> Candidate:
 
 def _te(device: torch.device) -> Candidate:
     if device.type != "cuda":
-        return _missing("te", "Transformer Engine needs a GPU")
+        return missing("te", "Transformer Engine needs a GPU")
     if importlib.util.find_spec("transformer_engine") is None:
-        return _missing("te", "transformer_engine is not installed here")
+        return missing("te", "transformer_engine is not installed here")
     try:
         from transformer_engine.pytorch import DotProductAttention
     except (ImportError, OSError, RuntimeError) as error:
-        return _missing("te", f"transformer_engine does not import here: {error}")
+        return missing("te", f"transformer_engine does not import here: {error}")
 
     def attend(form: Form, given: Sequence[Operands]) -> list[torch.Tensor]:
         q, k, v = (torch.stack([getattr(x, name) for x in given]) for name in ("q_THD", "k_THD", "v_THD"))

@@ -92,9 +92,18 @@ def held_precision(config: SideConfig, fields: dict[str, Reading]) -> dict[str, 
 
 
 def wanted_candidates(config: SideConfig) -> list[Candidate]:
-    """The candidate that was asked for, or all."""
-    asked = config.knobs.get(CANDIDATE)
-    return [attention_candidates.find(name, torch.device(config.device)) for name in ([asked] if asked else attention_candidates.NAMES)]
+    """The candidate that was asked for, or all; what compiles for minutes at its first call only where backends are to be tried."""
+    asked, device = config.knobs.get(CANDIDATE), torch.device(config.device)
+    if asked:
+        return [attention_candidates.find(asked, device)]
+    return [
+        attention_candidates.find(name, device) if config.try_backends or name not in attention_candidates.COMPILED else untried(name)
+        for name in attention_candidates.NAMES
+    ]
+
+
+def untried(name: str) -> Candidate:
+    return attention_candidates.missing(name, "it compiles at its first call: `rlmismatch attention` tries it")
 
 
 def candidate_facts(config: SideConfig) -> dict[str, str]:

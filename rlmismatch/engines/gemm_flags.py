@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any, Final
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlmismatch.contract import Reading, read, unknown
 from rlmismatch.engines.protocol import SideConfig
+from rlmismatch.pins.hooks import Patch, installed
 
 PREFIX: Final = "gemm."
 _ON: Final[Mapping[str, bool]] = {"on": True, "off": False}
@@ -98,15 +100,32 @@ class _Operands(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if any(word in str(func) for word in ("mm", "linear", "gemm", "matmul")):
-            self.dtypes |= {a.dtype for a in args if isinstance(a, torch.Tensor) and a.dtype.is_floating_point}
+            self.add(args)
         return func(*args, **(kwargs or {}))
+
+    def add(self, args: tuple[Any, ...]) -> None:
+        self.dtypes |= {a.dtype for a in args if isinstance(a, torch.Tensor) and a.dtype.is_floating_point}
+
+
+def _seen(operands: _Operands, module: ModuleType, name: str) -> Patch:
+    def make(native: Callable[..., Any]) -> Callable[..., Any]:
+        def product(*args: Any, **kwargs: Any) -> Any:
+            operands.add(args)
+            return native(*args, **kwargs)
+
+        return product
+
+    return Patch(target=module, name=name, make=make, pins=(), label=name)
 
 
 @contextlib.contextmanager
-def product_dtypes() -> Iterator[set[str]]:
-    """Names of the dtypes of the operands of every product run while the context is open, filled in on exit."""
+def product_dtypes(own: Iterable[tuple[ModuleType, str]] = ()) -> Iterator[set[str]]:
+    """Names of the dtypes of the operands of every product run while the context is open, filled in on exit.
+
+    own: functions of modules that multiply by kernels of their own, which torch's dispatcher does not see.
+    """
     found: set[str] = set()
-    with _Operands() as operands:
+    with _Operands() as operands, installed([_seen(operands, module, name) for module, name in own]):
         yield found
     found |= {str(dtype).removeprefix("torch.") for dtype in operands.dtypes}
 

@@ -82,7 +82,7 @@ def provenance(engine: MegatronEngine) -> dict[str, Any]:
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "env": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
         "attention_ran": _attention_ran(engine),
-        "attention_forced": attention_forced.facts(_shape(engine)) if engine.config.try_backends else {},
+        "attention_forced": attention_forced.facts(_shape(engine)) if engine.config.try_backends and engine.config.cp == 1 else {},
         "attention_candidates": attention_knobs.candidate_facts(engine.config),
         "plants": {name: plant.what for name, plant in engine.plants.items()},
     }

@@ -63,7 +63,7 @@ class SideConfig:
     temperature: float = 1.0  # the sampling temperature both sides are to apply to the logits
     bos_token_id: int | None = None
     grads: bool = False  # the trainer holds gradients, too
-    try_backends: bool = False  # other attention backends are tried, to be forced later: some compile for minutes at their first call
+    try_backends: bool = False  # all other attention backends are tried: some compile for minutes at their first call
     oracle_dtype: Literal["float64", "float32"] = "float64"
     plants: tuple[str, ...] = ()  # faults put in on purpose on this side
     knobs: Mapping[str, Any] = field(default_factory=dict)  # family knobs requested for this side

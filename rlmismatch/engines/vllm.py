@@ -298,7 +298,8 @@ class VllmEngine:
         options: dict[str, Any] = {}
         if config.device == "cuda":
             options["gpu_memory_utilization"] = config.gpu_memory_fraction
-            options["attention_config"] = {"backend": "FLASH_ATTN"}
+            # FlashAttention has no float32. Both keep their pages as the pin reads them.
+            options["attention_config"] = {"backend": "TRITON_ATTN" if config.dtype == "float32" else "FLASH_ATTN"}
             if gemm_knobs.all_reduce_backend(config) in gemm_knobs.CUDA_BACKENDS:
                 options["disable_custom_all_reduce"] = gemm_knobs.all_reduce_backend(config) != "custom"
         if config.knobs.get("attention.prefix_cache") is not None:

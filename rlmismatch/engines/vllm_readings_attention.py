@@ -196,18 +196,19 @@ def _pages(cache: CacheTrial) -> str:
 
 
 def _attention_precision(site: Site) -> Fields:
-    isa = getattr(site.attention.attn, "isa", "")
-    source = f"csrc/cpu/cpu_attn_{isa}.hpp" if isa else "vllm_flash_attn"
+    isa, dtype = getattr(site.attention.attn, "isa", ""), site.config.dtype
+    triton = not isa and site.attention.attn.attn_backend.get_name() == "TRITON_ATTN"
+    source = f"csrc/cpu/cpu_attn_{isa}.hpp" if isa else "triton_unified_attention.py" if triton else "vllm_flash_attn"
+    policy = f"scores and softmax float32, probabilities {dtype}"
+    if isa == "vec":
+        policy = "scores, softmax and probabilities float32"
+    elif triton and dtype == "float32":  # tl.dot without input_precision: torch's switch for TF32 does not reach it
+        policy = "products TF32, softmax float32"
     return {
         "accum_dtype": site.documented("float32", source),
         "downcast_at": site.documented("final_write", source),
         "kv_dtype": read(dtype_name(site.attention.attn.kv_cache), "attn.kv_cache.dtype"),
-        "backend_policy": site.documented(
-            "scores, softmax and probabilities float32"
-            if isa == "vec"
-            else f"scores and softmax float32, probabilities {site.config.dtype}",
-            source,
-        ),
+        "backend_policy": site.documented(policy, source),
     }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from types import ModuleType
+from typing import Any, Final
 
 import torch
 
@@ -31,17 +33,28 @@ def runtime_flags(site: Site) -> Fields:
     }
 
 
+# Where vLLM's batch-invariant mode multiplies by Triton kernels, by version, and the functions that every such product goes through.
+_BATCH_INVARIANT: Final = ("vllm.model_executor.layers.batch_invariant", "vllm.model_executor.determinism.batch_invariant")
+_OWN_PRODUCTS: Final = ("matmul_persistent", "mm_batch_invariant")
+
+
+def own_products() -> list[tuple[ModuleType, str]]:
+    """The functions of this vLLM that multiply without torch: (module, name)."""
+    modules = [sys.modules[name] for name in _BATCH_INVARIANT if name in sys.modules]
+    return [(module, name) for module in modules for name in _OWN_PRODUCTS if hasattr(module, name)]
+
+
 def compute_dtype(site: Site) -> Reading:
     """The dtype of the operands of the first layer's products and the head's, from one row through each."""
     layer, head = site.live.layers[0], site.live.model.lm_head
     linears = (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
     dtype, device = site.runner.dtype, site.live.inv_freq.device
     with torch.inference_mode():
-        with gemm_flags.product_dtypes() as body:
+        with gemm_flags.product_dtypes(own_products()) as body:
             for linear in linears:
                 row_1K = torch.zeros(1, linear.input_size_per_partition, dtype=dtype, device=device)
                 linear.quant_method.apply(linear, row_1K, None)
-        with gemm_flags.product_dtypes() as seen:
+        with gemm_flags.product_dtypes(own_products()) as seen:
             site.live.model.logits_processor._get_logits(torch.zeros(1, head.embedding_dim, dtype=dtype, device=device), head, None)
     given = getattr(site.live.model.logits_processor, "head_dtype", None) or dtype
     return gemm_flags.compute_dtype_reading(body, seen, str(given).removeprefix("torch."))

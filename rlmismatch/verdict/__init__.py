@@ -173,7 +173,7 @@ def _fields(facts: Facts) -> Iterable[Reason]:
         if c.fails is None or c.axis in spoken or (facts.failures and c.outcome is Outcome.UNKNOWN):
             continue
         fallback = fallbacks.get(c.key) if c.outcome is Outcome.CONTRADICTION else None
-        hint = axis.hint if c.outcome is Outcome.DIFFERS or fallback else _declare_hint([c])
+        hint = (_switch_hint(axis, c) or axis.hint) if c.outcome is Outcome.DIFFERS or fallback else _declare_hint([c])
         kind: Kind = "void" if c.fails is Tier.IDENTICAL else "contract"
         yield Reason(kind=kind, text=fallback or _says(c), axis=c.axis, tier=c.tier.value, hint=hint)
     if not facts.comparisons and not facts.failures:
@@ -221,6 +221,13 @@ def _value(reading: Reading) -> str:
         return f"not applicable ({reading.source})" if reading.source else "not applicable"
     text = reading.value if isinstance(reading.value, str) else json.dumps(reading.value)
     return text if len(text) <= _LONGEST_VALUE else ""
+
+
+def _switch_hint(axis: Axis, c: FieldComparison) -> str:
+    """The knob that sets a field alike on both sides, where it is a switch that either side has."""
+    if set(axis.knobs.get(f"{axis.family}.{c.field}", ())) != {"on", "off"}:
+        return ""
+    return f"--{c.field.replace('_', '-')} off sets both sides alike; if they are meant to differ, --waive {c.key}"
 
 
 def _declare_hint(comparisons: Sequence[FieldComparison]) -> str:

@@ -39,6 +39,12 @@ def test_a_backend_that_cannot_run_says_why_and_nothing_stands_in(name: str, giv
     assert candidates.measure([found], {"x": given}) == ({}, [])
 
 
+def test_what_compiles_for_minutes_is_tried_where_backends_are_to_be_tried() -> None:
+    assert "rlmismatch attention" in attention_knobs.candidate_facts(side())["flashinfer"]
+    for config in (replace(side(), try_backends=True), side(backend_candidate="flashinfer")):
+        assert attention_knobs.candidate_facts(config)["flashinfer"] == "not run: FlashInfer needs a GPU"
+
+
 def test_sdpa_is_measured_in_every_form_that_it_has(given: Operands) -> None:
     tensors, notes = candidates.measure([candidates.find("sdpa", CPU)], {"x": given})
     assert sorted(tensors) == [f"backend/sdpa/{form}/x" for form in ("chunked", "decode", "full")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -168,6 +169,18 @@ def test_the_dtype_of_products_is_that_of_their_operands() -> None:
     assert gemm_flags.compute_dtype_reading({"bfloat16"}, {"float32"}, "float32").value == "bfloat16"  # a head that was asked to
     assert gemm_flags.compute_dtype_reading(plain, cast, "float32").value == ["bfloat16", "float32"]
     assert gemm_flags.compute_dtype_reading(set(), plain, "float32").value is None
+
+
+def test_a_product_that_torch_does_not_see_is_seen_where_it_is_named() -> None:
+    """vLLM's batch-invariant mode multiplies by Triton kernels of its own."""
+    module = ModuleType("batch_invariant")
+    module.matmul_persistent = lambda a, b, bias=None: a  # type: ignore[attr-defined]
+    x = torch.ones(2, 2, dtype=torch.bfloat16)
+    with gemm_flags.product_dtypes() as unseen:
+        module.matmul_persistent(x, x)
+    with gemm_flags.product_dtypes([(module, "matmul_persistent")]) as seen:
+        module.matmul_persistent(x, x)
+    assert (unseen, seen) == (set(), {"bfloat16"})
 
 
 RAN = {"shm": {"512": 5}}

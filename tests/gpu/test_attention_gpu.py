@@ -121,12 +121,13 @@ def test_the_hopper_kernel_has_the_bits_of_the_portable_one(randn: Randn, monkey
 
 
 def test_no_tile_moves_a_bit(randn: Randn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight warps over 16 rows are left out, as `_tile` leaves them out: they share a row's keys otherwise, and add it in another order."""
     from rlmismatch.kernels.attention import triton
 
     monkeypatch.setattr(triton, "is_hopper", lambda: False)
     q, k, v = _qkv(randn, 1100)
     outs = []
-    for tile in ((16, 4, 1), (16, 4, 2), (16, 8, 1), (16, 1, 2), (64, 4, 2), (64, 4, 1), (128, 8, 2)):
+    for tile in ((16, 4, 1), (16, 4, 2), (16, 1, 2), (64, 4, 2), (64, 4, 1), (128, 8, 2)):
         monkeypatch.setattr(triton, "_tile", lambda *_, tile=tile: tile)
         outs.append(attention.causal(q, k, v, [0, 1100], scale=SCALE, impl="triton"))
         _assert_rows(outs[-1], outs[0], 0, 1100, tile)
