@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 PLAYERS: Final = ("ops", "dgrad_reduce", "wgrad_accumulate")
 # Of one gradient g against the pinned one p, over the elements of one parameter.
 STATISTICS: Final = ("count", "unequal", "sum p^2", "sum g^2", "sum (g - p)^2", "sum g p", "max |g - p|", "max |p|")
+_PIECE: Final = 1 << 24  # elements that are compared in float64 at once: an embedding whole would take gigabytes more
 
 
 class Buffers:
@@ -147,7 +148,7 @@ def run(engine: MegatronEngine, arm: Arm, sequences: Seq[Sequence]) -> ArmResult
         result.notes += [f"{label}: its hook was installed and never called" for label in pinned.silent]
         out["logprob/pinned"] = torch.cat(list(pinned.logprobs.values()))
         for name, (tensor,) in _logical(engine, pinned):
-            out[f"digest/{name}"] = torch.frombuffer(bytearray(hashlib.sha256(tensor.numpy().tobytes()).digest()), dtype=torch.uint8)
+            out[f"digest/{name}"] = torch.frombuffer(bytearray(hashlib.sha256(tensor.cpu().numpy().tobytes()).digest()), dtype=torch.uint8)
         for players in subsets(engine.tp.size):
             taken = again if not players else take(engine, _choice(base, players), sequences)
             for name, statistics in _against(engine, taken, pinned):
@@ -182,19 +183,23 @@ def _unequal(engine: MegatronEngine, a: Pass, b: Pass) -> torch.Tensor:
 
 
 def _logical(engine: MegatronEngine, *passes: Pass) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
-    """(logical name, its whole gradient in each pass, on the CPU) of every parameter, on rank 0; on other ranks nothing. Collective."""
+    """(logical name, its whole gradient in each pass) of every parameter, on rank 0; on other ranks nothing. Collective."""
     for parameter in megatron_weights.parameters(engine.model, te=False):
         parts = [engine.tp.gathered(taken.grads[parameter.name]) for taken in passes]
         if engine.tp.rank == 0:
             whole = [megatron_weights.unshard(parameter.kind, part, engine.model) for part in parts]
             for name, *tensors in zip(parameter.sources, *whole, strict=True):
-                yield name, tuple(t.cpu().contiguous() for t in tensors)
+                yield name, tuple(t.contiguous() for t in tensors)
 
 
 def _against(engine: MegatronEngine, taken: Pass, pinned: Pass) -> Iterator[tuple[str, torch.Tensor]]:
     """(logical name, float64 [8] `STATISTICS`) of every parameter, on rank 0. Collective."""
-    for name, (g, p) in _logical(engine, taken, pinned):
-        unequal, g, p = int((g != p).sum()), g.double(), p.double()
-        d = g - p
-        sums = (p.square().sum(), g.square().sum(), d.square().sum(), (g * p).sum(), d.abs().max(), p.abs().max())
-        yield name, torch.tensor([g.numel(), unequal, *map(float, sums)], dtype=torch.float64)
+    for name, (whole, other) in _logical(engine, taken, pinned):
+        added, largest = [], []
+        for g, p in zip(torch.split(whole.flatten(), _PIECE), torch.split(other.flatten(), _PIECE), strict=True):
+            unequal, g, p = (g != p).sum().double(), g.double(), p.double()
+            d = g - p
+            added.append(torch.stack([unequal, p.square().sum(), g.square().sum(), d.square().sum(), (g * p).sum()]))
+            largest.append(torch.stack([d.abs().max(), p.abs().max()]))
+        unequal, *sums = torch.stack(added).sum(dim=0).tolist()
+        yield name, torch.tensor([whole.numel(), unequal, *sums, *torch.stack(largest).amax(dim=0).tolist()], dtype=torch.float64)
