@@ -16,6 +16,8 @@ from typing import Final, Literal, get_args
 
 import torch
 
+from rlmismatch import float64
+
 Probabilities = Literal["float32", "rounded", "rounded before the sum"]
 Downcast = Literal["final_write", "per_partial", "per_block"]
 KV_BLOCKS: Final = (16, 32, 64)  # keys, of a running output that is cast after each block
@@ -83,7 +85,9 @@ class Operands:
         """float64 [Hq, T, N]: scaled scores, -inf where a query may not look."""
         k = self.k_THD if k_THD is None else k_THD
         group = self.q_THD.shape[1] // k.shape[1]
-        score = torch.einsum("thd,nhd->htn", self.q_THD.double(), k.double().repeat_interleave(group, dim=1)) * self.scale
+        score = (
+            float64.matmul(self.q_THD.double().transpose(0, 1), k.double().repeat_interleave(group, dim=1).permute(1, 2, 0)) * self.scale
+        )
         rows, keys = score.shape[1:]
         return score.masked_fill(~visible(rows, keys, self.window, score.device), -torch.inf)
 
@@ -101,7 +105,7 @@ def visible(rows: int, keys: int, window: int | None, device: torch.device) -> t
 
 def exact(given: Operands, k_THD: torch.Tensor | None = None, v_THD: torch.Tensor | None = None) -> torch.Tensor:
     """float64 [T, Hq, D], unrounded; with another K and V where they are given."""
-    return (given.scores(k_THD).softmax(-1) @ given.values(v_THD)).transpose(0, 1)
+    return float64.matmul(given.scores(k_THD).softmax(-1), given.values(v_THD)).transpose(0, 1)
 
 
 def simulate(given: Operands, policy: Policy) -> torch.Tensor:
@@ -123,11 +127,11 @@ def simulate(given: Operands, policy: Policy) -> torch.Tensor:
         weight = rounded(weight)
     value = given.values()
     keys = weight.shape[-1]
-    out = weight.new_zeros(()) if policy.block else weight @ value / total
+    out = weight.new_zeros(()) if policy.block else float64.matmul(weight, value) / total
     # What is cast stands in units of the finished output: a cast is relative, and a common factor moves nothing.
     for start in range(0, keys, policy.block) if policy.block else ():
         piece = slice(start, start + policy.block)
-        part = single(weight[..., piece] @ value[:, piece] / total)
+        part = single(float64.matmul(weight[..., piece], value[:, piece]) / total)
         out = out + rounded(part) if policy.downcast == "per_partial" else rounded(out + part)
     return single(out).to(dtype).transpose(0, 1)
 
@@ -152,7 +156,7 @@ def partials(given: Operands, bounds: Sequence[int]) -> list[Partial]:
         piece = score[..., start:end]
         lse = torch.logsumexp(piece, -1)
         weight = torch.exp(piece - lse[..., None]).nan_to_num(0.0)  # -inf minus -inf: a row that sees nothing here
-        out.append(Partial(out_HTD=(weight @ value[:, start:end]).float(), lse_HT=lse.float(), keys=(start, end)))
+        out.append(Partial(out_HTD=float64.matmul(weight, value[:, start:end]).float(), lse_HT=lse.float(), keys=(start, end)))
     return out
 
 

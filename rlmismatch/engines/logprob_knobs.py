@@ -8,6 +8,7 @@ from typing import Any, Final, Literal
 
 import torch
 
+from rlmismatch import float64
 from rlmismatch.contract import Evidence, Reading, read
 from rlmismatch.engines.protocol import SideConfig
 from rlmismatch.transforms import NEUTRAL, Chain, Step, parse_order, parse_texts
@@ -148,7 +149,8 @@ def rows_made_of(logits_TV: torch.Tensor, x_TH: torch.Tensor, weight_VH: torch.T
     """Whether row t of `logits_TV` is the head's product of row t of `x_TH`, or of which other one."""
     if not weight_VH.shape[0]:
         return read("one row per scored token", f"{source}: this rank holds padding alone")
-    distance_TT = torch.cdist(logits_TV.double(), x_TH.double() @ weight_VH.double().T)
+    made_TV = float64.matmul(x_TH.double(), weight_VH.double().T)
+    distance_TT = torch.stack([(row_V - made_TV).norm(dim=-1) for row_V in logits_TV.double()])
     offsets = {int(best) - t for t, best in enumerate(distance_TT.argmin(dim=1).tolist())}
     if offsets == {0}:
         return read("one row per scored token", source)

@@ -19,6 +19,7 @@ from typing import Final
 
 import torch
 
+from rlmismatch import float64
 from rlmismatch.pins.logprob_ways import REDUCES, Reduce, blocks
 from rlmismatch.transforms import Chain
 
@@ -52,7 +53,7 @@ def tensors(site: ProbeSite) -> dict[str, torch.Tensor]:
         "logits": site.logits_NV,
         "targets": site.targets_N,
         "recorded": site.recorded_N,
-        "head/exact": exact_logprob(site.hidden_NH.double() @ site.weight_VH.double().T, site),
+        "head/exact": exact_logprob(float64.matmul(site.hidden_NH.double(), site.weight_VH.double().T), site),
     }
     for reduce in REDUCES:
         joined = site.joined(site.logits_NV, site.targets_N, reduce)
@@ -71,7 +72,7 @@ def tensors(site: ProbeSite) -> dict[str, torch.Tensor]:
 def exact_logprob(logits_NV: torch.Tensor, site: ProbeSite) -> torch.Tensor:
     """float64 [N]: the targets' log-probs over the real vocabulary, under the side's chain."""
     x_NV = site.chain.apply(logits_NV[:, : site.vocab_size].double())
-    return x_NV.log_softmax(-1).gather(1, site.targets_N[:, None])[:, 0]
+    return float64.log_softmax(x_NV).gather(1, site.targets_N[:, None])[:, 0]
 
 
 def _by_rows(site: ProbeSite, rows: int) -> torch.Tensor:

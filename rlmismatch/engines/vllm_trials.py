@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 
+from rlmismatch import float64
 from rlmismatch.contract import Reading, read, unknown
 from rlmismatch.engines.logprob_knobs import planted_chain, rows_made_of, trial_targets
 from rlmismatch.engines.logprob_plants import owner_twice
@@ -53,7 +54,7 @@ def score(live: LiveModel, dtype: torch.dtype, config: SideConfig) -> ScoreBehav
     for chain in candidates(asked, planted, Chain()):
         for padding, width in widths.items():
             x_TV = chain.apply(torch.nn.functional.pad(logits_TV.double(), (0, width)))
-            exact_T = x_TV.log_softmax(-1).gather(1, targets_T[:, None])[:, 0]
+            exact_T = float64.log_softmax(x_TV).gather(1, targets_T[:, None])[:, 0]
             for single in (True, False):
                 difference_T = live_T - (exact_T if single else exact_T + owner_twice(x_TV, targets_T))
                 tried.append((float(difference_T.max() - difference_T.min()), -float(difference_T.mean()), single, padding, chain))

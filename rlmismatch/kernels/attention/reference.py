@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from rlmismatch import float64
 from rlmismatch.kernels.attention.order import Scores, Segment
 from rlmismatch.kernels.common.rounding import round_once
 
@@ -113,7 +114,7 @@ def _segment(
         first = 0 if scores.window is None else min(max(first_position + start - scores.window + 1 - kv_start, 0), last)
         # [Hkv, group * rows, D]: the query heads of one KV head share its K and V.
         q = q_QHD[start:end].double().view(end - start, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
-        score = (q @ k_HDN[:, :, first:last] * scores.scale).view(q_heads, end - start, last - first)
+        score = (float64.matmul(q, k_HDN[:, :, first:last]) * scores.scale).view(q_heads, end - start, last - first)
         if scores.soft_cap is not None:
             score = scores.soft_cap * torch.tanh(score / scores.soft_cap)
         position = torch.arange(first_position + start, first_position + end, device=q_QHD.device)[:, None]
@@ -121,7 +122,7 @@ def _segment(
         score.masked_fill_(~visible(position, key, scores.window), -torch.inf)
         lse = torch.logsumexp(score, dim=-1)
         weight = _exp_of_difference(score, lse[..., None]).view(kv_heads, group * (end - start), last - first)
-        out = (weight @ v_HND[:, first:last]).view(q_heads, end - start, head_dim)
+        out = float64.matmul(weight, v_HND[:, first:last]).view(q_heads, end - start, head_dim)
         out_QHD[start:end], lse_HQ[:, start:end] = out.transpose(0, 1), lse
     return out_QHD, lse_HQ
 

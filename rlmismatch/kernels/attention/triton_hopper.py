@@ -144,6 +144,8 @@ def _consume(
         weight, decay, origin = _step(score, origin, to_log2)
         total = gl.fma(total, decay, gl.convert_layout(_row_sum(weight), by_row))
         w_next = weight.to(dtype)
+        # Complete long since. But a loop must stand here, or ptxas moves the wait for acc in front of the softmax, which is to hide it.
+        mbarrier.wait(v_full.index(before), ((j - 1) // STAGES) & 1)
         acc = warpgroup_mma_wait(0, deps=[acc_later])
         barrier()
         mbarrier.arrive(v_empty.index(before), count=1)

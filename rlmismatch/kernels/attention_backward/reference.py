@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from rlmismatch import float64
 from rlmismatch.kernels.attention.order import Scores
 from rlmismatch.kernels.common.rounding import round_once
 
@@ -67,7 +68,7 @@ def _block(
 
     q, dout, delta, lse = (by_kv_head(x) for x in (q_QHD, dout_QHD, delta_QH[..., None], lse_HQ.T[..., None]))
     k, v = (x.double().transpose(0, 1) for x in (k_NHD, v_NHD))
-    score = q @ k.transpose(1, 2) * scores.scale
+    score = float64.matmul(q, k.transpose(1, 2)) * scores.scale
     if scores.soft_cap is not None:
         score = scores.soft_cap * torch.tanh(score / scores.soft_cap)
     position = torch.arange(tokens - queries, tokens, device=q.device).repeat_interleave(group)[:, None]
@@ -76,9 +77,9 @@ def _block(
     if scores.window is not None:
         seen &= key > position - scores.window
     weight = torch.where(seen, torch.exp(score - lse), 0)
-    dscore = weight * (dout @ v.transpose(1, 2) - delta)
+    dscore = weight * (float64.matmul(dout, v.transpose(1, 2)) - delta)
     if scores.soft_cap is not None:
         dscore *= 1 - (score / scores.soft_cap).square()
     dscore *= scores.scale
-    dq = (dscore @ k).view(kv_heads, queries, group, head_dim).transpose(0, 1).reshape(queries, q_heads, head_dim)
-    return dq, (dscore.transpose(1, 2) @ q).transpose(0, 1), (weight.transpose(1, 2) @ dout).transpose(0, 1)
+    dq = float64.matmul(dscore, k).view(kv_heads, queries, group, head_dim).transpose(0, 1).reshape(queries, q_heads, head_dim)
+    return dq, float64.matmul(dscore.transpose(1, 2), q).transpose(0, 1), float64.matmul(weight.transpose(1, 2), dout).transpose(0, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from rlmismatch import float64
 from rlmismatch.kernels.common.rounding import round_once
 
 
@@ -11,7 +12,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out_dtype: to
     """[..., N] in `out_dtype` (default: x's); float64 has no rounding anywhere."""
     dtype = out_dtype or x.dtype
     x = x.double()
-    unit = x / torch.sqrt(x.square().mean(dim=-1, keepdim=True) + eps)
+    unit = x / torch.sqrt(float64.mean(x.square()) + eps)
     return round_once(round_once(unit, dtype).double() * weight.double(), dtype)
 
 
