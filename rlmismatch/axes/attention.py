@@ -316,7 +316,10 @@ ATTENTION: Final[tuple[Axis, ...]] = (
         pins=("attention",),
         measure="every downcast point simulated on captured inputs; which policy explains the native residual best",
         trap='a backend-internal cast that cannot be observed is "unobservable", never "equal"',
-        hint="accumulate attention in float32 and cast once, at the final write, on both sides; keep the KV cache in the model's dtype",
+        hint=(
+            "accumulate attention in float32 and cast once, at the final write, on both sides; keep the KV cache in the model's dtype;"
+            " a float32 Triton kernel needs tl.dot(input_precision='ieee'): its default is TF32"
+        ),
         plants=(
             Plant(
                 id="attention_bf16_accumulate",
