@@ -56,7 +56,7 @@ class TerminalProgress:
         self._bar.update(self._task, advance=1)
         self._done += 1
         if self._total and time.monotonic() - self._said >= _SILENCE_S:
-            self._line(f"{self._done} of {self._total} arms, the last one {side} {arm}")
+            self._line(f"{self._done} of {self._total} {'arm' if self._total == 1 else 'arms'}, the last one {side} {arm}")
 
     def _line(self, text: str) -> None:
         if not self._live:
