@@ -85,9 +85,8 @@ class Operands:
         """float64 [Hq, T, N]: scaled scores, -inf where a query may not look."""
         k = self.k_THD if k_THD is None else k_THD
         group = self.q_THD.shape[1] // k.shape[1]
-        score = (
-            float64.matmul(self.q_THD.double().transpose(0, 1), k.double().repeat_interleave(group, dim=1).permute(1, 2, 0)) * self.scale
-        )
+        k_HDN = k.double().repeat_interleave(group, dim=1).permute(1, 2, 0)
+        score = float64.matmul(self.q_THD.double().transpose(0, 1), k_HDN) * self.scale
         rows, keys = score.shape[1:]
         return score.masked_fill(~visible(rows, keys, self.window, score.device), -torch.inf)
 

@@ -1,6 +1,8 @@
 """Which arms are run, in which order, on which side: drives the engines and leaves captures behind.
 
 Nothing is judged here but what decides whether to go on: numbers of sides that are not comparable are void, so they are not taken.
+
+More than 400 lines: one run, told in its order; which arms come next depends on what those before them left in the folder.
 """
 
 from __future__ import annotations
@@ -219,8 +221,8 @@ class Run:
             capture.write_json(self.folder / "token_texts.json", texts)
 
     def _describe(self) -> None:
-        compiled = "; attention backends that compile at their first call on a machine do so now"
-        tries = compiled if self._tries_backends and self.inputs.device == "cuda" else ""
+        compiling = self._tries_backends and self.inputs.device == "cuda"
+        tries = "; attention backends that compile at their first call on a machine do so now" if compiling else ""
         self.progress.step(f"reading contracts and weights back from the live engines{tries}")
         self._fleet.give(self.sequences)
         self._fleet.ask({name: [{"op": "describe"}] for name in self._fleet.names})
@@ -302,13 +304,14 @@ class Run:
 
     @property
     def _tries_backends(self) -> bool:
-        s = self.settings
-        return s.command == "attention" and (not s.axis or bool({"attention.provenance", "attention.backend_reuse"} & {*s.axis}))
+        return self._forces_backends or self._asks_for("attention.backend_reuse")
 
     @property
     def _forces_backends(self) -> bool:
-        s = self.settings
-        return s.command == "attention" and (not s.axis or "attention.provenance" in s.axis) and s.cp == 1
+        return self._asks_for("attention.provenance") and self.settings.cp == 1
+
+    def _asks_for(self, axis: str) -> bool:
+        return self.settings.command == "attention" and (not self.settings.axis or axis in self.settings.axis)
 
     def _forced(self, side: SideName, base: frozenset[str], paths: tuple[ScorePath, ...]) -> list[Arm]:
         """Arms of one side whose attention another backend computes: each that its trial ran."""

@@ -209,7 +209,10 @@ def _two_shot(module: Any) -> Callable[[torch.Tensor], torch.Tensor | None]:
             return None
         shared: torch.Tensor = module.buffer[: x.numel()]
         shared.copy_(x.reshape(-1))
-        torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", module.group.group_name)
+        try:
+            torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", module.group.group_name)
+        except RuntimeError:  # vLLM keeps its buffer where the ranks could not share it
+            return None
         return shared.reshape(x.shape).clone()
 
     return all_reduce

@@ -24,7 +24,7 @@ def runtime_flags(site: Site) -> Fields:
         "tf32": gemm_flags.tf32_reading(),
         "bf16_reduced_precision_reduction": gemm_flags.reduced_precision_reading(),
         "deterministic_mode": read(torch.are_deterministic_algorithms_enabled(), "torch.are_deterministic_algorithms_enabled()"),
-        "batch_invariant": read(gemm_knobs.vllm_batch_invariant(), "VLLM_BATCH_INVARIANT"),
+        "batch_invariant": read(gemm_knobs.vllm_batch_invariant(), "VLLMBATCH_INVARIANT"),
         "cublas_workspace": environment_reading("CUBLAS_WORKSPACE_CONFIG"),
         "nccl_algo": environment_reading("NCCL_ALGO"),
         "nccl_proto": environment_reading("NCCL_PROTO"),
@@ -34,14 +34,14 @@ def runtime_flags(site: Site) -> Fields:
 
 
 # Where vLLM's batch-invariant mode multiplies by Triton kernels, by version, and the functions that every such product goes through.
-_BATCH_INVARIANT: Final = ("vllm.model_executor.layers.batch_invariant", "vllm.model_executor.determinism.batch_invariant")
-_OWN_PRODUCTS: Final = ("matmul_persistent", "mm_batch_invariant")
+BATCH_INVARIANT: Final = ("vllm.model_executor.layers.batch_invariant", "vllm.model_executor.determinism.batch_invariant")
+OWN_PRODUCTS: Final = ("matmul_persistent", "mm_batch_invariant")
 
 
 def own_products() -> list[tuple[ModuleType, str]]:
     """The functions of this vLLM that multiply without torch: (module, name)."""
-    modules = [sys.modules[name] for name in _BATCH_INVARIANT if name in sys.modules]
-    return [(module, name) for module in modules for name in _OWN_PRODUCTS if hasattr(module, name)]
+    modules = [sys.modules[name] for name in BATCH_INVARIANT if name in sys.modules]
+    return [(module, name) for module in modules for name in OWN_PRODUCTS if hasattr(module, name)]
 
 
 def compute_dtype(site: Site) -> Reading:

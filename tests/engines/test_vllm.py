@@ -8,6 +8,7 @@ return after every arm, so arms may be compared with each other.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from fixtures.make import write
 from fixtures.recipes import FIXTURES, VARIANTS
 from rlmismatch.checkpoint import Checkpoint
 from rlmismatch.contract import Evidence, Reading
+from rlmismatch.engines import vllm_readings_gemm
 from rlmismatch.engines.protocol import ArmResult
 from rlmismatch.pins.spec import PINS, boundary_names
 from tests.engines import vllm_runs
@@ -387,3 +389,13 @@ def test_only_a_changed_weight_changes_a_digest(runs: Runs, tp: int, plant: str,
         "one_stale_tensor": {"model.layers.0.post_attention_layernorm.weight"},
         "untied_head": {"lm_head.weight", "tied"},
     }.get(plant, set())
+
+
+def test_products_of_the_batch_invariant_mode_go_through_what_is_hooked() -> None:
+    """The mode itself needs a GPU; the functions that the hook looks for must be this vLLM's."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    files = [Path(spec.origin).parents[1] / f"{name.replace('.', '/')}.py" for name in vllm_readings_gemm.BATCH_INVARIANT]
+    (source,) = [file.read_text() for file in files if file.is_file()]
+    assert any(f"def {name}(" in source for name in vllm_readings_gemm.OWN_PRODUCTS)

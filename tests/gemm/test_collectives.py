@@ -38,7 +38,7 @@ class _Communicator:
         self.device_group = group
         self.pynccl_comm = _Backend()
         self.ca_comm = _Custom()
-        self.symm_mem_comm = None
+        self.symm_mem_comm: Any = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self.ca_comm.should_custom_ar(x):
@@ -153,3 +153,13 @@ def test_why_a_backend_ran_in_no_call(communicator: _Communicator) -> None:
     communicator.ca_comm.disabled = True
     assert log.why_idle("custom") == "vLLM disabled it, its log says why"
     assert (log.why_idle("rank_order"), CollectiveLog(None).why_idle("custom")) == ("", "")
+
+
+def test_a_buffer_that_the_ranks_could_not_share_sums_nothing(communicator: _Communicator) -> None:
+    """vLLM keeps it where the rendezvous failed, as here, where the tensors are the CPU's."""
+    group = SimpleNamespace(group_name="tp")
+    communicator.symm_mem_comm = SimpleNamespace(disabled=True, buffer=torch.zeros(8), dtype=torch.float32, group=group)
+    ways = CollectiveLog(communicator).live_backends()
+    assert "symm_mem" not in ways
+    assert ways["symm_mem two-shot"](torch.zeros(4)) is None
+    assert ways["symm_mem two-shot"](torch.zeros(9)) is None  # larger than it
