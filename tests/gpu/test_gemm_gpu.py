@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rlmismatch.kernels import gemm, reduce
-from rlmismatch.kernels.gemm.tiles import DESCRIPTOR_TILES, RINGS, Ring, Tile
+from rlmismatch.kernels.gemm.tiles import DESCRIPTOR_TILES, RINGS, RINGS_OF_ONE, Ring, Tile
 from tests.kernels.budget import assert_within_budget
 
 pytestmark = [
@@ -102,6 +102,33 @@ def test_every_ring_has_the_bits_of_the_simplest_kernel(
                 assert torch.equal(joined, expected), (rows, columns, width, chunks)
             rounded = triton_hopper.joined(x, weight, ring=ring, chunks=chunks, out_dtype=dtype)
             assert torch.equal(rounded, expected.to(dtype)), (rows, columns, width, chunks)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("ring", RINGS_OF_ONE, ids=str)
+def test_every_ring_of_one_sum_has_the_bits_of_the_simplest_kernel(
+    randn: Randn, monkeypatch: pytest.MonkeyPatch, ring: Ring, dtype: torch.dtype
+) -> None:
+    """Blocks that the edges cut, rows that two blocks share, more tiles than programs, K that no block divides, either direction."""
+    from rlmismatch.kernels.gemm import triton_hopper
+
+    for rows, columns, width in ((65, 520, 4096), (64, 136, 1032), (1000, 136, 4096), (3000, 2048, 2048), (300, 1048, 2560), (127, 8, 96)):
+        x, weight = randn(rows, width, dtype=dtype), randn(columns, width, dtype=dtype)
+        expected = _simplest(x, weight, monkeypatch)
+        padded = torch.full((rows, width + 8), float("nan"), dtype=dtype, device="cuda")[:, :width].copy_(x)  # rows that lie apart
+        for left, w in ((x, weight), (x, weight.T.contiguous().T), (padded, weight)):
+            out = triton_hopper.one_sum(left, w, ring=ring)
+            assert torch.equal(out, expected), (rows, columns, width)
+
+
+def test_many_rows_without_a_bias_take_the_ring(randn: Randn, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlmismatch.kernels.gemm import triton as kernel
+
+    x, weight = randn(256, 4096), randn(520, 4096)
+    biased = gemm.linear(x, weight, torch.zeros(520, dtype=BF16, device="cuda"), impl="triton")
+    monkeypatch.setattr(kernel, "_by_descriptor", lambda *a, **k: pytest.fail("through the descriptor kernel"))
+    assert torch.equal(gemm.linear(x, weight, impl="triton"), biased)
+    gemm.grad_input(x, randn(4096, 520), impl="triton")
 
 
 def test_a_row_parallel_sum_of_many_rows_takes_the_ring(randn: Randn, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ _KERNELS = {
     "_descriptor_kernel",
     "_pointer_kernel",
     "_chunks_hopper_kernel",
+    "_one_sum_hopper_kernel",
     "_join_kernel",
     "_sum_kernel",
     "_rms_norm_kernel",
@@ -82,6 +83,7 @@ def test_matrix_products_use_the_tensor_cores(compiled: list[tuple[str, int, str
     on_tensor_cores = [name for name, _, ptx in compiled if "mma.sync" in ptx or "wgmma.mma_async" in ptx]
     assert on_tensor_cores.count("_descriptor_kernel") == 13
     assert on_tensor_cores.count("_chunks_hopper_kernel") == 3
+    assert on_tensor_cores.count("_one_sum_hopper_kernel") == 5
     assert on_tensor_cores.count("_pointer_kernel") == 3
     assert on_tensor_cores.count("_attention_kernel") == 5
     assert on_tensor_cores.count("_attention_hopper_kernel") == 3

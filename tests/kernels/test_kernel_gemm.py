@@ -190,16 +190,23 @@ def test_every_shape_has_one_tile_that_fits_the_card() -> None:
                 assert 2 * tile.stages * (tile.m + tile.n + tile.extra) * tile.k < 227 * 1024
 
 
-def test_a_row_parallel_sum_of_many_rows_has_one_ring_that_fits_the_card() -> None:
+def test_many_rows_have_one_ring_that_fits_the_card() -> None:
     for rows in (65, 256, 257, 512, 100_000):
-        for columns in (8, 1024, 4096, 151936):
-            ring = tiles.ring(rows, columns, 512)
+        for columns in (8, 1024, 4096, 6144, 151936):
+            ring = tiles.ring(rows, columns, 512, 8)
             assert ring in tiles.RINGS
             assert 2 * ring.stages * (64 * ring.groups + ring.n) * ring.k + 4 * 64 * ring.groups * ring.n < 227 * 1024
-    assert tiles.ring(256, 4096, 512) != tiles.ring(4096, 4096, 512)
-    assert tiles.ring(64, 4096, 512) is None
-    assert tiles.ring(4096, 4096, 544) is None  # a block would reach into the next chunk
-    assert tiles.ring(4096, 4096, 0) is None
+            ring = tiles.ring(rows, columns, 4096, 1)
+            assert ring in tiles.RINGS_OF_ONE
+            staged = 2 * 64 * ring.groups * (min(ring.n, 128) + ring.extra)  # half precision, 128 columns at a time
+            assert 2 * ring.stages * (64 * ring.groups + ring.n + ring.extra) * ring.k + staged < 227 * 1024
+    assert tiles.ring(256, 4096, 512, 8) != tiles.ring(4096, 4096, 512, 8)
+    assert tiles.ring(256, 6144, 4096, 1) != tiles.ring(4096, 6144, 4096, 1)
+    for chunks in (1, 8):
+        assert tiles.ring(64, 4096, 512, chunks) is None
+        assert tiles.ring(4096, 4096, 0, chunks) is None
+    assert tiles.ring(4096, 4096, 544, 8) is None  # a block would reach into the next chunk
+    assert tiles.ring(4096, 4096, 544, 1) is not None  # beyond the edge there are zeros
 
 
 def test_any_strides_and_leading_dims(randn: Randn, impl: Impl) -> None:

@@ -28,12 +28,13 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """How `triton_hopper` computes: `groups` warp groups of 64 rows by `n` columns each, `stages` blocks of `k` terms ahead."""
+    """How `triton_hopper` computes: `groups` warp groups of 64 rows by `n` + `extra` columns each, `stages` blocks of `k` terms ahead."""
 
     groups: int
     n: int
     k: int
     stages: int
+    extra: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +63,17 @@ _CHUNKED = (
     (16, Tile(m=64, n=16, k=256, warps=4, stages=4, swapped=True, count=8)),
     (None, Tile(m=64, n=64, k=128, warps=4, stages=5, count=4)),
 )
-# (tile, microseconds that PROGRAMS such tiles take for 1000 terms) of a row-parallel sum of more than _FEW rows
+_RING_K = 64
+# (tile, microseconds that PROGRAMS such tiles take for 1000 terms) of more than _FEW rows: of a row-parallel sum, and of one sum
 _RINGS = (
-    (Ring(groups=1, n=128, k=64, stages=8), 3.4),
-    (Ring(groups=2, n=128, k=64, stages=5), 6.6),
+    (Ring(groups=1, n=128, k=_RING_K, stages=8), 3.4),
+    (Ring(groups=2, n=128, k=_RING_K, stages=5), 6.6),
+)
+_RINGS_OF_ONE = (
+    (Ring(groups=1, n=128, k=_RING_K, stages=8), 3.4),
+    (Ring(groups=1, n=128, extra=64, k=_RING_K, stages=6), 4.6),
+    (Ring(groups=2, n=128, k=_RING_K, stages=6), 6.2),
+    (Ring(groups=2, n=256, k=_RING_K, stages=4), 12.2),
 )
 _FEW = 64
 # By bytes of an operand element, through pointers. Float32 operands take the FMA units, where larger tiles spill.
@@ -83,6 +91,7 @@ _POINTER = {
 
 DESCRIPTOR_TILES = (_FEW_ROWS, *(t for _, t in _DECODE), *(w.tile for w in _MANY_ROWS), *(t for _, t in _CHUNKED))
 RINGS = tuple(ring for ring, _ in _RINGS)
+RINGS_OF_ONE = tuple(ring for ring, _ in _RINGS_OF_ONE)
 
 
 def descriptor_tile(rows: int, columns: int, chunks: int) -> Tile:
@@ -96,15 +105,16 @@ def descriptor_tile(rows: int, columns: int, chunks: int) -> Tile:
     return min(_MANY_ROWS, key=lambda w: -(-_tiles(w.tile, rows, columns) // PROGRAMS) * w.cost).tile
 
 
-def ring(rows: int, columns: int, width: int) -> Ring | None:
-    """The tile of `triton_hopper` for chunks of `width` terms; None: few rows, or a block would reach into the next chunk."""
-    fitting = [(ring, cost) for ring, cost in _RINGS if rows > _FEW and width and width % ring.k == 0]
+def ring(rows: int, columns: int, width: int, chunks: int) -> Ring | None:
+    """The tile of `triton_hopper` for `chunks` chunks of `width` terms; None: few rows, or a block would reach into the next chunk."""
+    if rows <= _FEW or width < _RING_K or (chunks > 1 and width % _RING_K):
+        return None
 
     def time(entry: tuple[Ring, float]) -> float:
         ring, cost = entry
-        return -(-(-(-rows // (64 * ring.groups)) * -(-columns // ring.n)) // PROGRAMS) * cost
+        return -(-(-(-rows // (64 * ring.groups)) * -(-columns // (ring.n + ring.extra))) // PROGRAMS) * cost
 
-    return min(fitting, key=time)[0] if fitting else None
+    return min(_RINGS if chunks > 1 else _RINGS_OF_ONE, key=time)[0]
 
 
 def pointer_tile(rows: int, element_bytes: int) -> Tile:

@@ -1,8 +1,8 @@
 """Triton kernels of `gemm`: one product of two strided matrices, A [P, K] times B [Q, K] transposed, in three ways of loading.
 
 All add the same terms in the same order, so which of them runs moves no bit: `_descriptor_kernel` where the tensor memory
-accelerator of sm_90 can load the operands, there for a row-parallel sum of many rows `triton_hopper`, and `_pointer_kernel` for
-every other dtype, stride, device and in the interpreter.
+accelerator of sm_90 can load the operands, there for many rows without a bias `triton_hopper`, and `_pointer_kernel` for every
+other dtype, stride, device and in the interpreter.
 """
 
 import functools
@@ -49,10 +49,12 @@ def _product(x: torch.Tensor, w_QK: torch.Tensor, bias_Q: torch.Tensor | None, *
         return x.new_empty((*x.shape[:-1], Q), dtype=out_dtype)
     tile = descriptor_tile(P, Q, chunks)
     loadable = not INTERPRETED.value and _has_tma() and _loadable(x_PK) and _loadable(w_QK) and Q * out_dtype.itemsize % 16 == 0
-    if loadable and chunks > 1 and x_PK.stride(1) == 1 and (at := ring(P, Q, K // chunks)) is not None:
+    ringed = loadable and x_PK.stride(1) == 1 and (chunks > 1 or (bias_Q is None and out_dtype == x.dtype))
+    if ringed and (at := ring(P, Q, K // chunks, chunks)) is not None:
         hopper = importlib.import_module("rlmismatch.kernels.gemm.triton_hopper")  # Gluon is not in every Triton
-        joined_PQ: torch.Tensor = hopper.joined(x_PK, w_QK, ring=at, chunks=chunks, out_dtype=out_dtype)
-        return joined_PQ.view(*x.shape[:-1], Q)
+        how = {"chunks": chunks, "out_dtype": out_dtype}
+        out_PQ: torch.Tensor = hopper.joined(x_PK, w_QK, ring=at, **how) if chunks > 1 else hopper.one_sum(x_PK, w_QK, ring=at)
+        return out_PQ.view(*x.shape[:-1], Q)
     if loadable and (chunks == 1 or K // chunks % tile.k == 0):  # a block must not reach into the next chunk
         out_GPQ = _by_descriptor(x_PK, w_QK, bias_Q, tile=tile, chunks=chunks, out_dtype=out_dtype)
     else:

@@ -1,7 +1,7 @@
-"""Gluon kernel of `gemm` for sm_90: a row-parallel sum of 2, 4 or 8 chunks in half precision. The bits are those of `_descriptor_kernel`.
+"""Gluon kernels of `gemm` for sm_90 in half precision: one sum over K, and a row-parallel sum of 2, 4 or 8 chunks.
 
 One warp loads, one or two warp groups of 64 rows each multiply. The loads run ahead through the ends of chunks and of tiles, and
-a chunk's products begin before the chunk before it is joined.
+a chunk's products begin before the chunk before it is joined. The bits are those of `_descriptor_kernel`.
 """
 
 import torch
@@ -20,6 +20,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from rlmismatch.kernels.common.triton_gluon import barrier, load_tile, store_tile
 from rlmismatch.kernels.gemm.tiles import GROUP, PROGRAMS, Ring
 
+_OVERLAP = True
+_STAGED = 128  # columns that go out at once
 _RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
@@ -42,26 +44,28 @@ def _next(slot, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    a_desc, b_desc, a_smem, b_smem, full, empty, tiles_p, tiles_q, steps,
-    GROUPS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    a_desc, b_desc, extra_desc, a_smem, b_smem, extra_smem, full, empty, tiles_p, tiles_q, steps, last_row,
+    GROUPS: gl.constexpr, BLOCK_Q: gl.constexpr, EXTRA_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     B_TURNED: gl.constexpr,
 ):  # fmt: skip
     """Blocks of both operands into shared memory, as their slots become free."""
+    extra_bytes: gl.constexpr = extra_desc.block_type.nbytes if EXTRA_Q else 0
     slot = 0
     phase = 1
     for tile in range(gl.program_id(0), tiles_p * tiles_q, gl.num_programs(0)):
         p, q = _origin(tile, tiles_p, tiles_q, GROUP)
         for step in range(steps):
             mbarrier.wait(empty.index(slot), phase)
-            mbarrier.expect(full.index(slot), GROUPS * a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+            mbarrier.expect(full.index(slot), GROUPS * a_desc.block_type.nbytes + b_desc.block_type.nbytes + extra_bytes)
             k = step * BLOCK_K
             for half in gl.static_range(GROUPS):
-                row = (p * GROUPS + half) * 64
+                row = gl.minimum((p * GROUPS + half) * 64, last_row)
                 load_tile(a_desc, [row, k], full.index(slot), a_smem.index(slot * GROUPS + half))
-            if B_TURNED:
-                load_tile(b_desc, [k, q * BLOCK_Q], full.index(slot), b_smem.index(slot))
-            else:
-                load_tile(b_desc, [q * BLOCK_Q, k], full.index(slot), b_smem.index(slot))
+            column = q * (BLOCK_Q + EXTRA_Q)
+            load_tile(b_desc, [k, column] if B_TURNED else [column, k], full.index(slot), b_smem.index(slot))
+            if EXTRA_Q:
+                column += BLOCK_Q
+                load_tile(extra_desc, [k, column] if B_TURNED else [column, k], full.index(slot), extra_smem.index(slot))
             slot, phase = _next(slot, phase, STAGES)
 
 
@@ -179,15 +183,145 @@ def _chunks_hopper_kernel(
                         0, GROUPS, COUNT, BLOCK_Q, STAGES, GROUP, B_TURNED)),
             (_consume, (out_desc, a_smem, b_smem, kept_smem, full, empty, tiles_p, tiles_q, steps,
                         1, GROUPS, COUNT, BLOCK_Q, STAGES, GROUP, B_TURNED)),
-            (_produce, (a_desc, b_desc, a_smem, b_smem, full, empty, tiles_p, tiles_q, COUNT * steps,
-                        GROUPS, BLOCK_Q, BLOCK_K, STAGES, GROUP, B_TURNED)),
+            (_produce, (a_desc, b_desc, b_desc, a_smem, b_smem, b_smem, full, empty, tiles_p, tiles_q, COUNT * steps, P,
+                        GROUPS, BLOCK_Q, 0, BLOCK_K, STAGES, GROUP, B_TURNED)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (out_desc, a_smem, b_smem, kept_smem, full, empty, tiles_p, tiles_q, steps,
                         0, GROUPS, COUNT, BLOCK_Q, STAGES, GROUP, B_TURNED)),
-            (_produce, (a_desc, b_desc, a_smem, b_smem, full, empty, tiles_p, tiles_q, COUNT * steps,
-                        GROUPS, BLOCK_Q, BLOCK_K, STAGES, GROUP, B_TURNED)),
+            (_produce, (a_desc, b_desc, b_desc, a_smem, b_smem, b_smem, full, empty, tiles_p, tiles_q, COUNT * steps, P,
+                        GROUPS, BLOCK_Q, 0, BLOCK_K, STAGES, GROUP, B_TURNED)),
+        ], [1], [24])  # fmt: skip
+
+
+@gluon.jit
+def _both(
+    a_smem, b_smem, extra_smem, full, slot, phase, acc, extra, use_acc: gl.constexpr,
+    HALF: gl.constexpr, GROUPS: gl.constexpr, EXTRA_Q: gl.constexpr, B_TURNED: gl.constexpr,
+):  # fmt: skip
+    """One step's products of the wide block and of the narrow one, on their way."""
+    mbarrier.wait(full.index(slot), phase)
+    a = a_smem.index(slot * GROUPS + HALF)
+    b = b_smem.index(slot)
+    acc = warpgroup_mma(a, b if B_TURNED else b.permute((1, 0)), acc, use_acc=use_acc, is_async=True)
+    if EXTRA_Q:
+        e = extra_smem.index(slot)
+        extra = warpgroup_mma(a, e if B_TURNED else e.permute((1, 0)), extra, use_acc=use_acc, is_async=True)
+    return acc, extra
+
+
+@gluon.jit
+def _waited(acc, extra, steps: gl.constexpr, EXTRA_Q: gl.constexpr):
+    """Both sums, once no more than `steps` steps are on their way."""
+    if EXTRA_Q:
+        acc, extra = warpgroup_mma_wait(2 * steps, deps=[acc, extra])
+    else:
+        acc = warpgroup_mma_wait(steps, deps=[acc])
+    return acc, extra
+
+
+@gluon.jit
+def _store(out_desc, staged, acc, row, column):
+    """A block out through shared memory; what went out from there before has left it when this begins to write."""
+    tma.store_wait(0)
+    barrier()
+    staged.store(acc.to(out_desc.dtype))
+    fence_async_shared()
+    barrier()
+    store_tile(out_desc, [row, column], staged)
+
+
+@gluon.jit
+def _consume_one(
+    out_desc, out_extra_desc, a_smem, b_smem, extra_smem, out_smem, out_extra_smem, full, empty, tiles_p, tiles_q, steps, last_row,
+    HALF: gl.constexpr, GROUPS: gl.constexpr, BLOCK_Q: gl.constexpr, EXTRA_Q: gl.constexpr, STAGED_Q: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, B_TURNED: gl.constexpr,
+):  # fmt: skip
+    """64 rows of every tile: one warp group."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_Q, 16])
+    narrow: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, EXTRA_Q or BLOCK_Q, 16])
+    slot = 0
+    phase = 0
+    for tile in range(gl.program_id(0), tiles_p * tiles_q, gl.num_programs(0)):
+        acc = gl.zeros([64, BLOCK_Q], gl.float32, mma)
+        extra = gl.zeros([64, EXTRA_Q or BLOCK_Q], gl.float32, narrow)
+        acc, extra = _both(a_smem, b_smem, extra_smem, full, slot, phase, acc, extra, False, HALF, GROUPS, EXTRA_Q, B_TURNED)
+        acc, extra = _waited(acc, extra, 1, EXTRA_Q)
+        before = slot
+        slot, phase = _next(slot, phase, STAGES)
+        for _step in range(1, steps):
+            acc, extra = _both(a_smem, b_smem, extra_smem, full, slot, phase, acc, extra, True, HALF, GROUPS, EXTRA_Q, B_TURNED)
+            acc, extra = _waited(acc, extra, 1, EXTRA_Q)
+            barrier()
+            mbarrier.arrive(empty.index(before), count=1)
+            before = slot
+            slot, phase = _next(slot, phase, STAGES)
+        acc, extra = _waited(acc, extra, 0, EXTRA_Q)
+        barrier()
+        mbarrier.arrive(empty.index(before), count=1)
+        p, q = _origin(tile, tiles_p, tiles_q, GROUP)
+        row = gl.minimum((p * GROUPS + HALF) * 64, last_row)
+        column = q * (BLOCK_Q + EXTRA_Q)
+        if STAGED_Q == BLOCK_Q:
+            _store(out_desc, out_smem.index(HALF), acc, row, column)
+        else:
+            left, right = acc.reshape([64, 2, STAGED_Q]).permute(0, 2, 1).split()
+            _store(out_desc, out_smem.index(HALF), left, row, column)
+            _store(out_desc, out_smem.index(HALF), right, row, column + STAGED_Q)
+        if EXTRA_Q:
+            out_extra_smem.index(HALF).store(extra.to(out_desc.dtype))  # `_store` has waited for the tile before
+            fence_async_shared()
+            barrier()
+            store_tile(out_extra_desc, [row, column + BLOCK_Q], out_extra_smem.index(HALF))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=("P", "Q", "steps"))
+def _one_sum_hopper_kernel(
+    a_desc, b_desc, extra_desc, out_desc, out_extra_desc, P, Q, steps,
+    GROUPS: gl.constexpr, BLOCK_Q: gl.constexpr, EXTRA_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    B_TURNED: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """Order: from zero over all of K, ascending; one rounding. The last 64 rows are computed as one block, which the block before may
+    overlap: both write the same bits there, and no load reaches beyond the edge, which is slow.
+    """
+    last_row = P - 64 if OVERLAP else P
+    tiles_p = gl.cdiv(P, GROUPS * 64)
+    tiles_q = gl.cdiv(Q, BLOCK_Q + EXTRA_Q)
+    STAGED_Q: gl.constexpr = out_desc.block_type.shape[1]
+    a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * GROUPS, 64, BLOCK_K], a_desc.layout)
+    b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES, b_desc.block_type.shape[0], b_desc.block_type.shape[1]], b_desc.layout)
+    out_smem = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, 64, STAGED_Q], out_desc.layout)
+    if EXTRA_Q:
+        extra_smem = gl.allocate_shared_memory(
+            b_desc.dtype, [STAGES, extra_desc.block_type.shape[0], extra_desc.block_type.shape[1]], extra_desc.layout
+        )
+        out_extra_smem = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, 64, EXTRA_Q], out_extra_desc.layout)
+    else:
+        extra_smem = b_smem
+        out_extra_smem = out_smem
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
+    fence_async_shared()
+    if GROUPS == 2:
+        gl.warp_specialize([
+            (_consume_one, (out_desc, out_extra_desc, a_smem, b_smem, extra_smem, out_smem, out_extra_smem, full, empty,
+                            tiles_p, tiles_q, steps, last_row, 0, GROUPS, BLOCK_Q, EXTRA_Q, STAGED_Q, STAGES, GROUP, B_TURNED)),
+            (_consume_one, (out_desc, out_extra_desc, a_smem, b_smem, extra_smem, out_smem, out_extra_smem, full, empty,
+                            tiles_p, tiles_q, steps, last_row, 1, GROUPS, BLOCK_Q, EXTRA_Q, STAGED_Q, STAGES, GROUP, B_TURNED)),
+            (_produce, (a_desc, b_desc, extra_desc, a_smem, b_smem, extra_smem, full, empty, tiles_p, tiles_q, steps, last_row,
+                        GROUPS, BLOCK_Q, EXTRA_Q, BLOCK_K, STAGES, GROUP, B_TURNED)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume_one, (out_desc, out_extra_desc, a_smem, b_smem, extra_smem, out_smem, out_extra_smem, full, empty,
+                            tiles_p, tiles_q, steps, last_row, 0, GROUPS, BLOCK_Q, EXTRA_Q, STAGED_Q, STAGES, GROUP, B_TURNED)),
+            (_produce, (a_desc, b_desc, extra_desc, a_smem, b_smem, extra_smem, full, empty, tiles_p, tiles_q, steps, last_row,
+                        GROUPS, BLOCK_Q, EXTRA_Q, BLOCK_K, STAGES, GROUP, B_TURNED)),
         ], [1], [24])  # fmt: skip
 
 
@@ -225,6 +359,45 @@ def joined(x_PK: torch.Tensor, w_QK: torch.Tensor, *, ring: Ring, chunks: int, o
         B_TURNED=turned,
         num_warps=4,
         maxnreg=168 if ring.groups == 2 else 240,  # of twelve or eight warps; the groups that compute take from the one that loads
+        enable_fp_fusion=True,
+    )
+    return out_PQ
+
+
+def one_sum(x_PK: torch.Tensor, w_QK: torch.Tensor, *, ring: Ring) -> torch.Tensor:
+    """[P, Q] in the operands' dtype: all of K summed ascending, rounded once.
+
+    64 rows or more, contiguous; w has either dim contiguous; every pitch, that of the result too, is a multiple of 16 bytes.
+    """
+    P, Q, K = x_PK.shape[0], *w_QK.shape
+    turned = w_QK.stride(1) != 1
+    out_PQ = torch.empty((P, Q), dtype=x_PK.dtype, device=x_PK.device)
+
+    def out_desc(columns: int) -> TensorDescriptor:
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        return TensorDescriptor(out_PQ, [P, Q], [Q, 1], [64, columns], layout)
+
+    wide, out_wide = _descriptor(w_QK, ring.n, ring.k, turned=turned), out_desc(min(ring.n, _STAGED))
+    tiles = triton.cdiv(P, 64 * ring.groups) * triton.cdiv(Q, ring.n + ring.extra)
+    _one_sum_hopper_kernel[(min(tiles, PROGRAMS),)](
+        _descriptor(x_PK, 64, ring.k, turned=False),
+        wide,
+        _descriptor(w_QK, ring.extra, ring.k, turned=turned) if ring.extra else wide,
+        out_wide,
+        out_desc(ring.extra) if ring.extra else out_wide,
+        P,
+        Q,
+        triton.cdiv(K, ring.k),
+        GROUPS=ring.groups,
+        BLOCK_Q=ring.n,
+        EXTRA_Q=ring.extra,
+        BLOCK_K=ring.k,
+        STAGES=ring.stages,
+        GROUP=GROUP,
+        B_TURNED=turned,
+        OVERLAP=_OVERLAP,
+        num_warps=4,
+        maxnreg=168 if ring.groups == 2 else 240,
         enable_fp_fusion=True,
     )
     return out_PQ
