@@ -62,6 +62,8 @@ def prepare(settings: Settings) -> Inputs:
     lengths = [len(p.token_ids) for p in prompts] + [len(s.token_ids) for s in sequences]
     longest = max(lengths) + reserve
     device = _device(settings)
+    if settings.share_gpu and device == "cpu":
+        raise EnvironmentUnfitError("no-cuda-device", "--share-gpu, but no CUDA device is visible", hint="leave it out to run on the CPU")
     return Inputs(
         checkpoint=checkpoint,
         prompts=prompts,
@@ -84,7 +86,7 @@ def _fit_beside(settings: Settings, checkpoint: Checkpoint) -> bool:
     import torch
 
     total = torch.cuda.get_device_properties(0).total_memory
-    trainer = checkpoint.num_bytes / settings.trainer_tp
+    trainer = checkpoint.num_bytes / (1 if settings.share_gpu else settings.trainer_tp)
     oracle = checkpoint.num_bytes * _ORACLE_SIZE[settings.oracle]
     return trainer + oracle + (settings.gpu_memory_fraction + _WORKING_SHARE) * total <= total
 

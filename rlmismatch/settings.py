@@ -46,6 +46,7 @@ class Settings:
     chunk_size: int = 16
     block_size: int = 32
     gpu_memory_fraction: float = 0.4
+    share_gpu: bool = False
     sides: Literal["auto", "together", "in-turn"] = "auto"
     temperature: float = 1.0
     vocab_padding_policy: Literal["include", "mask"] = "include"

@@ -68,6 +68,8 @@ CASES: dict[str, tuple[list[str], str, str]] = {
     "heads do not fit": (["--ckpt", TINY, "--trainer-tp", "3"], "checkpoint-does-not-fit-tp", "8"),
     "attribution of compiled code": (["--ckpt", TINY, "--attribute", "--compile", "inductor"], "attribution-needs-eager", "never calls"),
     "sp without tp": (["--ckpt", TINY, "--sp"], "sp-needs-tp", "--trainer-tp"),
+    "shared gpu without one": (["--ckpt", TINY, "--trainer-tp", "2", "--device", "cpu", "--share-gpu"], "share-gpu-needs-cuda", "leave it"),
+    "shared gpu of one rank": (["--ckpt", TINY, "--share-gpu"], "share-gpu-needs-ranks", "each side has one rank"),
     "cp options without cp": (["--ckpt", TINY, "--cp-partition", "contiguous"], "cp-options-need-cp", "--cp of at least 2"),
     "axis unknown": (["--ckpt", TINY, "--axis", "model.nrom"], "axis-unknown", "model.norm"),
     "waiver unknown": (["--ckpt", TINY, "--waive", "model.norm:epsilon"], "field-unknown", "model.norm:eps"),
@@ -120,6 +122,11 @@ def test_an_axis_that_is_not_built_is_exit_7(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_the_backward_is_refused_before_an_engine_starts(slug: str, options: tuple[str, ...], tmp_path: Path) -> None:
     _refused(run("gemm", "--ckpt", TINY, *options, out=tmp_path / "run"), slug)
+
+
+def test_a_shared_gpu_has_no_peer_to_read(tmp_path: Path) -> None:
+    shared = ("--ckpt", TINY, "--trainer-tp", "2", "--rollout-tp", "2", "--share-gpu", "--all-reduce-backend", "custom")
+    assert "--all-reduce-backend nccl" in _refused(run("gemm", *shared, out=tmp_path / "run"), "share-gpu-has-no-peers")
 
 
 def test_an_output_folder_that_holds_something_is_never_written_to(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
-"""Does the collective's algorithm move a log-prob? The same vocabulary shards, merged under every NCCL_ALGO x NCCL_PROTO.
+"""Does the collective's algorithm move a sum? The same shards and partials, summed under every NCCL_ALGO x NCCL_PROTO.
 
-    python tools/merge_order.py --nproc 4            on GPUs; each setting in processes of its own, because NCCL reads it once
-    python tools/merge_order.py --nproc 4 --cpu      gloo, which has one algorithm: proves the script, not the claim
+    python tools/merge_order.py --nproc 4               on GPUs; each setting in processes of its own, because NCCL reads it once
+    python tools/merge_order.py --nproc 4 --share-gpu   all ranks on one GPU, over sockets
+    python tools/merge_order.py --nproc 4 --cpu         gloo, which has one algorithm: proves the script, not the claim
 
-Prints one JSON object a setting: digests of the log-probs by all-reduced partials and by the fixed merge, and the largest error of each
-against float64. Exit 0 if the fixed merge gave one set of bits everywhere and every run of a setting repeated itself, 1 if not. At most
-two ranks make one addition, which has no order: the first digest cannot move there either.
+Prints one JSON object a setting: digests of the log-probs by all-reduced partials and by the fixed merge, of row-parallel bf16 sums by
+all-reduce and in rank order, at decode and at training row counts, and the largest error of each against float64. Exit 0 if each fixed
+way gave one set of bits everywhere and every run of a setting repeated itself, 1 if not. At most two ranks make one addition, which has
+no order: no digest can move there.
 """
 
 from __future__ import annotations
@@ -18,35 +20,47 @@ import os
 import re
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
-_ALGOS, _PROTOS = ("Ring", "Tree"), ("LL", "LL128", "Simple")
+if TYPE_CHECKING:
+    import torch
+
+    from rlmismatch.pins.collectives import TpGroup
+
+# All-gather has no tree, and NCCL refuses a collective that is left without an algorithm: the tree is asked for the all-reduce alone.
+_ALGOS, _PROTOS = ("Ring", "Ring;AllReduce:Tree"), ("LL", "LL128", "Simple")
 _ROWS, _WIDTH, _REPEATS = 256, 8192, 3  # rows, columns a rank, runs within one process
+_SUMS = {"decode": (4, 1024), "training": (2048, 1024)}  # rows and columns of row-parallel partials
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nproc", type=int, required=True, help="ranks")
-    parser.add_argument("--cpu", action="store_true", help="gloo on the CPU")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--cpu", action="store_true", help="gloo on the CPU")
+    where.add_argument("--share-gpu", action="store_true", help="every rank on the first GPU")
     options = parser.parse_args()
     settings: list[dict[str, str]] = (
         [{}] if options.cpu else [{"NCCL_ALGO": a, "NCCL_PROTO": p} for a, p in itertools.product(_ALGOS, _PROTOS)]
     )
-    results = [_run(options.nproc, setting, cpu=options.cpu) for setting in settings]
+    results = [_run(options.nproc, setting, cpu=options.cpu, share=options.share_gpu) for setting in settings]
     for result in results:
         print(json.dumps(result))
-    ran = [r for r in results if "error" not in r]
-    one = len({r["fixed_merge"]["digest"] for r in ran}) == 1
-    repeated = all(r[way]["repeats"] for r in ran for way in ("allreduce", "fixed_merge"))
-    distinct = len({r["allreduce"]["digest"] for r in ran})
-    print(f"{len(ran)} of {len(results)} settings ran; all-reduce: {distinct} sets of bits; fixed merge: {'one' if one else 'several'}")
-    return 0 if ran and one and repeated else 1
+    ran = [r["sums"] for r in results if "error" not in r]
+    print(f"{len(ran)} of {len(results)} settings ran")
+    bits = {way: len({sums[way]["digest"] for sums in ran}) for way in (ran[0] if ran else ())}
+    for way, sets in bits.items():
+        print(f"{way}: {sets} {'set' if sets == 1 else 'sets'} of bits")
+    fixed = all(sets == 1 for way, sets in bits.items() if way.startswith("fixed"))
+    return 0 if ran and fixed and all(way["repeats"] for sums in ran for way in sums.values()) else 1
 
 
-def _run(nproc: int, setting: dict[str, str], *, cpu: bool) -> dict[str, Any]:
+def _run(nproc: int, setting: dict[str, str], *, cpu: bool, share: bool) -> dict[str, Any]:
     """One setting in fresh processes; an ``error`` where NCCL refuses it (an algorithm without that protocol)."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), __file__, "--worker"]
-    env = {**os.environ, **setting, "MERGE_ORDER_CPU": "1" if cpu else ""}
+    env = {**os.environ, **setting, "MERGE_ORDER_CPU": "1" if cpu else "", "MERGE_ORDER_SHARE": "1" if share else ""}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
@@ -55,8 +69,9 @@ def _run(nproc: int, setting: dict[str, str], *, cpu: bool) -> dict[str, Any]:
 
 
 def _reason(stderr: str) -> str:
-    """The last line that names an error; torchrun's own frame comes after it."""
-    named = [line.strip() for line in stderr.splitlines() if re.search(r"\b\w*Error: |NCCL WARN|invalid usage", line)]
+    """The last line that names an error, but for what torchrun says of its ranks."""
+    named = [line.strip() for line in stderr.splitlines() if re.search(r"\b\w*Error: |^Error : |NCCL WARN|invalid usage", line)]
+    named = [line for line in named if "ChildFailedError" not in line]
     return named[-1] if named else "no output"
 
 
@@ -71,6 +86,8 @@ def _worker() -> None:
     from rlmismatch.transforms import Chain
 
     cpu = bool(os.environ["MERGE_ORDER_CPU"])
+    if os.environ["MERGE_ORDER_SHARE"]:  # a host a rank, to NCCL, which refuses two ranks on one GPU of one host
+        os.environ |= {"LOCAL_RANK": "0", "NCCL_HOSTID": f"rank{os.environ['RANK']}"}
     dist.init_process_group("gloo" if cpu else "nccl")
     rank, size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cpu") if cpu else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -85,21 +102,41 @@ def _worker() -> None:
     own, targets = logits[:, rank * _WIDTH : (rank + 1) * _WIDTH].to(device), targets.to(device)
     shard = VocabShard(tp=tp, vocab_size=vocab, padded_vocab_size=vocab)
     way = Way(reduce="allreduce_partials", gather="masked_sum_allreduce")
-    ways = {
-        "allreduce": lambda: logprob_ways.selected(own, targets, start=shard.start, way=way, tp=tp),
-        "fixed_merge": lambda: merged_logprob(own, targets, vocab, chain=Chain(), shard=shard, impl="reference" if cpu else "triton"),
+    impl: Literal["reference", "triton"] = "reference" if cpu else "triton"
+    ways: dict[str, tuple[Callable[[], torch.Tensor], torch.Tensor]] = {
+        "all-reduced log-probs": (lambda: logprob_ways.selected(own, targets, start=shard.start, way=way, tp=tp), exact),
+        "fixed merge of log-probs": (lambda: merged_logprob(own, targets, vocab, chain=Chain(), shard=shard, impl=impl), exact),
     }
+    for name, shape in _SUMS.items():
+        parts = torch.randn(size, *shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+        mine, total = parts[rank].to(device), parts.double().sum(0)
+        ways[f"all-reduced rows, {name}"] = (partial(_all_reduced, mine), total)
+        ways[f"fixed order of rows, {name}"] = (partial(_in_rank_order, mine, tp, impl), total)
     out = {}
-    for name, run in ways.items():
+    for name, (run, truth) in ways.items():
         runs = [run().cpu() for _ in range(_REPEATS)]
         out[name] = {
-            "digest": hashlib.sha256(runs[0].numpy().tobytes()).hexdigest()[:16],
+            "digest": hashlib.sha256(runs[0].float().numpy().tobytes()).hexdigest()[:16],
             "repeats": all(torch.equal(runs[0], other) for other in runs[1:]),
-            "max_error_nats": float((runs[0].double() - exact).abs().max()),
+            "max_error": float((runs[0].double() - truth).abs().max()),
         }
     if rank == 0:
-        print(json.dumps(out), flush=True)
+        print(json.dumps({"sums": out}), flush=True)
     dist.destroy_process_group()
+
+
+def _all_reduced(x: torch.Tensor) -> torch.Tensor:
+    import torch.distributed as dist
+
+    total = x.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def _in_rank_order(x: torch.Tensor, tp: TpGroup, impl: Literal["reference", "triton"]) -> torch.Tensor:
+    from rlmismatch.kernels import reduce
+
+    return reduce.fold(tp.gathered(x), impl=impl, out_dtype=x.dtype)
 
 
 if __name__ == "__main__":

@@ -114,6 +114,11 @@ _SIDES = [
         help="Share of a GPU for the rollout's weights and cache.",
     ),
     click.option(
+        "--share-gpu",
+        is_flag=True,
+        help="Every rank on the first GPU: what more ranks do, with one card. NCCL then goes over sockets, not over NVLink; slow.",
+    ),
+    click.option(
         "--temperature",
         type=click.FloatRange(0.0, min_open=True),
         default=1.0,
@@ -325,6 +330,7 @@ def settings_of(
         raise UsageError(
             "cp-options-need-cp", "--cp-partition and --cp-comm-type need --cp of at least 2", hint="--cp 2, or leave them out"
         )
+    _check_shared_gpu(settings)
     for axis in settings.axis:
         axes.by_id(axis)
     for key in (*settings.waive, *(key for side in parse_declarations(settings.declare).values() for key in side)):
@@ -339,6 +345,25 @@ def settings_of(
     _check_grads(settings)
     needed = {knob: value for plant, _ in planted for knob, value in PLANT_NEEDS.get(plant, {}).items()}
     return dataclasses.replace(settings, knobs={**needed, **settings.knobs}, budget=_limits(settings))
+
+
+def _check_shared_gpu(settings: Settings) -> None:
+    from rlmismatch.engines.gemm_knobs import NEEDS_PEERS
+    from rlmismatch.errors import UsageError
+
+    if not settings.share_gpu:
+        return
+    if settings.device == "cpu":
+        raise UsageError("share-gpu-needs-cuda", "--share-gpu with --device cpu", hint="leave it out: ranks on CPUs share the host anyway")
+    if settings.world_size == 1:
+        raise UsageError("share-gpu-needs-ranks", "--share-gpu, and each side has one rank", hint="--trainer-tp 2, or leave it out")
+    backend = settings.knobs_of("rollout").get("gemm.all_reduce_backend")
+    if backend in NEEDS_PEERS:
+        raise UsageError(
+            "share-gpu-has-no-peers",
+            f"--all-reduce-backend {backend} reads the memory of other cards, and --share-gpu uses one",
+            hint="--all-reduce-backend nccl, or as many GPUs as ranks without --share-gpu",
+        )
 
 
 def _check_grads(settings: Settings) -> None:

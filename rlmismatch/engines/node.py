@@ -113,7 +113,8 @@ class Node:
         ranks = [self.world.rank] if self.world.torchrun else list(range(side.config.world_size))
         for rank in ranks:
             if rank < side.config.world_size:
-                self._start_one(side, rank, self.world.local_rank if self.world.torchrun else rank)
+                own = self.world.local_rank if self.world.torchrun else rank
+                self._start_one(side, rank, 0 if side.config.share_gpu else own)
 
     def _start_one(self, side: SideLaunch, rank: int, local_rank: int) -> None:
         name = side.config.side
@@ -231,6 +232,10 @@ def _worker_env(side: SideLaunch, rank: int, local_rank: int, host: str, port: i
         TOKENIZERS_PARALLELISM="false",
         HF_HUB_OFFLINE="1",
     )
+    if side.config.share_gpu:
+        # NCCL refuses two ranks on one GPU of one host: each is a host to it, so collectives go over sockets.
+        env.setdefault("NCCL_HOSTID", f"rank{rank}")
+        env.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")  # no card has a peer
     root = str(Path(__file__).resolve().parents[2])  # a side's own Python need not have the package installed
     env["PYTHONPATH"] = os.pathsep.join(p for p in (root, env.get("PYTHONPATH", "")) if p)
     env.update(side.env)

@@ -57,7 +57,8 @@ class SideConfig:
     max_model_len: int = 4096
     block_size: int = 32  # KV cache block, tokens
     chunk_size: int = 16  # tokens per step of the chunked path
-    gpu_memory_fraction: float = 0.4  # of one GPU, for the rollout's weights and KV cache
+    gpu_memory_fraction: float = 0.4  # of one GPU, for a rollout rank's weights and KV cache
+    share_gpu: bool = False  # every rank of a host on its first GPU
     trainer_spec: Literal["local", "te"] = "local"
     vocab_padding_policy: Literal["include", "mask"] = "include"
     temperature: float = 1.0  # the sampling temperature both sides are to apply to the logits
@@ -77,6 +78,11 @@ class SideConfig:
     @property
     def world_size(self) -> int:
         return self.tp * self.cp
+
+    @property
+    def sharing(self) -> str:
+        """What to say beside the ranks of this side, where they are not each on a GPU of its own."""
+        return ", all on one GPU" if self.share_gpu else ""
 
     @property
     def layout(self) -> str:

@@ -218,7 +218,7 @@ def _serve(worker: WorkerConfig, channel: _Channel) -> NoReturn:
             raise EnvironmentUnfitError(
                 "too-few-devices",
                 f"rank {worker.rank} needs CUDA device {worker.local_rank}, this host shows {torch.cuda.device_count()}",
-                hint="lower TP, or use --device cpu",
+                hint="lower TP; or --share-gpu puts every rank on the first GPU, or --device cpu on none",
             )
         torch.cuda.set_device(worker.local_rank)
     assert channel.store is not None

@@ -35,7 +35,7 @@ class SideInfo:
     dtype: str = "bfloat16"
     device: str = "cpu"
     impl: str = ""  # of the pins: reference | triton
-    detail: str = ""  # the layer spec, the attention backend that ran
+    detail: str = ""  # whether ranks share a GPU, the layer spec, the attention backend that ran
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -211,3 +211,23 @@ def test_the_world_under_torchrun() -> None:
     assert World.from_env(env, None) == World(rank=3, size=4, local_rank=1, torchrun=True, master_addr="node0", master_port=29400)
     with pytest.raises(UsageError, match="--nproc is for runs without torchrun"):
         World.from_env(env, 2)
+
+
+def test_ranks_that_share_a_gpu_are_hosts_of_their_own_to_nccl(
+    node: Node, python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All on the first GPU; what the person sets stays."""
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    names = ("LOCAL_RANK", "NCCL_HOSTID", "VLLM_ALLREDUCE_USE_SYMM_MEM")
+    tell = f"seen = [config['local_rank'], *(os.environ.get(n) for n in {names})]"
+    behaviour = f"{tell}\npathlib.Path({str(tmp_path)!r}, config['config']['side'] + str(rank)).write_text(json.dumps(seen))"
+    for side, env in (("rollout", {}), ("trainer", {"NCCL_HOSTID": "mine"})):
+        started = launch(python, behaviour, side=side, tp=2)  # type: ignore[arg-type]
+        shared = dataclasses.replace(started.config, device="cuda", share_gpu=True)
+        node.start(dataclasses.replace(started, config=shared, env={**started.env, **env}))
+    for process in node.processes.values():
+        process.wait(10)
+    seen = {name: json.loads((tmp_path / name).read_text()) for name in ("rollout0", "rollout1", "trainer0", "trainer1")}
+    assert seen["rollout0"] == [0, "0", "rank0", "0"]
+    assert seen["rollout1"] == [0, "0", "rank1", "0"]
+    assert seen["trainer0"] == seen["trainer1"] == [0, "0", "mine", "0"]

@@ -191,10 +191,13 @@ def test_the_disk_is_full_from_the_start(small_disk: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_is_asked_for_and_there_is_none(tmp_path: Path) -> None:
-    done = run("probe", *PROBE, "--device", "cuda", out=tmp_path / "run")
+@pytest.mark.parametrize(
+    ("options", "hint"), [(("--device", "cuda"), "--device cpu"), (("--trainer-tp", "2", "--share-gpu"), "leave it out")]
+)
+def test_a_gpu_is_asked_for_and_there_is_none(options: tuple[str, ...], hint: str, tmp_path: Path) -> None:
+    done = run("probe", *PROBE, *options, out=tmp_path / "run")
     assert done.exits(7).errors == ["no-cuda-device"]
-    assert "--device cpu" in done.stderr
+    assert hint in done.stderr
     assert not (tmp_path / "run/logs").exists()
 
 

@@ -1,10 +1,12 @@
 """The trainer's gradients on GPUs, local spec, Triton kernels: what tests/gradients shows on the CPU.
 
-Chain: the pinned gradient repeats itself and is near the float64 reference's -> on two GPUs it is the same at TP1, TP2 and TP2+SP.
+Chain: the pinned gradient repeats itself and is near the float64 reference's -> it is the same at TP1, TP2, TP2+SP, TP4 and TP4+SP.
+Where ranks outnumber the GPUs they share them, as --share-gpu has it.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,12 +36,17 @@ SETUPS: Mapping[str, Mapping[str, Any]] = {
     "float64": {"impl": "reference"},
     "tp2": {"tp": 2},
     "tp2sp": {"tp": 2, "sp": True},
+    "tp4": {"tp": 4},
+    "tp4sp": {"tp": 4, "sp": True},
 }
 FORWARD = ("forward",)
 
 
 def run_setups(rank: int, world: int, folder: str) -> None:
-    torch.cuda.set_device(rank)
+    local_rank = rank % torch.cuda.device_count()
+    if world > torch.cuda.device_count():
+        os.environ["NCCL_HOSTID"] = f"rank{rank}"
+    torch.cuda.set_device(local_rank)
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/store{world}", rank=rank, world_size=world)
     out = {}
     for name, fields in SETUPS.items():
@@ -47,7 +54,7 @@ def run_setups(rank: int, world: int, folder: str) -> None:
         if config.get("tp", 1) != world:
             continue
         engine = MegatronEngine(
-            SideConfig(side="trainer", engine="megatron", ckpt=f"{folder}/{NAME}", **config), rank=rank, local_rank=rank
+            SideConfig(side="trainer", engine="megatron", ckpt=f"{folder}/{NAME}", **config), rank=rank, local_rank=local_rank
         )
         try:
             engine.load()
@@ -69,7 +76,7 @@ def runs() -> Mapping[str, Mapping[str, Any]]:
         Path(folder, NAME).mkdir()
         write(FIXTURES[NAME], Path(folder, NAME))
         out: dict[str, Any] = {}
-        for world in (1, 2)[: torch.cuda.device_count()]:
+        for world in (1, 2, 4):
             mp.spawn(run_setups, args=(world, folder), nprocs=world)  # type: ignore[no-untyped-call]
             out |= torch.load(f"{folder}/results{world}.pt", weights_only=False)
         return out
@@ -107,10 +114,18 @@ def test_accumulation_is_read_from_the_live_trainer(runs: Mapping[str, Any]) -> 
     assert [fields[f].value for f in ("accum_dtype", "main_grad_dtype", "fusion")] == ["float32", "float32", False]
 
 
-def test_the_pinned_gradient_is_one_at_tp2(runs: Mapping[str, Any]) -> None:
-    if "tp2" not in runs:
-        pytest.skip("needs two GPUs")
+SHARDED = ("tp2", "tp2sp", "tp4", "tp4sp")
+
+
+def test_the_pinned_gradient_is_one_at_every_tp(runs: Mapping[str, Any]) -> None:
     one = digests(runs["tp1"])
-    differing = {name: [k for k in one if one[k] != digests(runs[name])[k]] for name in ("tp2", "tp2sp")}
-    assert differing == {"tp2": [], "tp2sp": []}
+    differing = {name: [k for k in one if one[k] != digests(runs[name])[k]] for name in SHARDED}
+    assert differing == {name: [] for name in SHARDED}
     assert runs["tp2"]["readings"]["gemm.dgrad_reduce"]["acc_dtype"].value == "float32"
+
+
+def test_of_four_ranks_the_order_of_the_sum_of_dx_shows(runs: Mapping[str, Any]) -> None:
+    """Elements of the native gradient that move where dX is summed in rank order, not as NCCL does. Two ranks have no order."""
+    orders = {name: [v for k, v in runs[name]["grads"].boundaries.items() if k.startswith("order/")] for name in SHARDED}
+    assert orders["tp2"] == orders["tp2sp"] == []
+    assert all(sum(float(v[1]) for v in orders[name]) > 0 for name in ("tp4", "tp4sp"))

@@ -1,4 +1,4 @@
-"""The plants that take two ranks, and the families whole, over NCCL: the cases of tests/faults/matrix.py as they are, on two GPUs.
+"""The plants that take two ranks, and the families whole, over NCCL: the cases of tests/faults/matrix.py as they are, on two GPUs or one.
 
 Chain: a clean run of the same set-up exits 0 -> a plant changes one thing -> its axis is named first, at its tier.
 """
@@ -15,7 +15,7 @@ import torch
 from tests.cli_runs import MASK, QUICK, TINY, TP2, Done, run, selected
 from tests.faults.matrix import CASES
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 BY_ID = {case.key: case for case in CASES if {"--trainer-tp", "--cp"} & {*case.options}}
 CLEAN = {
@@ -26,19 +26,19 @@ CLEAN = {
     "logprob": ("logprob", "--sp"),
 }
 AT_ONCE = 3  # collectives of more runs wait for one another on the cards: six were slower than two
-SHARE = ("--device", "cuda", "--gpu-memory-fraction", "0.1")
+ON_GPUS = ("--device", "cuda", "--gpu-memory-fraction", "0.1", *(("--share-gpu",) if torch.cuda.device_count() == 1 else ()))
 
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Future[Done]]]:
     folder = tmp_path_factory.mktemp("plants")
     started = {
-        name: functools.partial(run, command, "--ckpt", TINY, *MASK, *TP2, *QUICK, *options, *SHARE, out=folder / name.replace(" ", "-"))
+        name: functools.partial(run, command, "--ckpt", TINY, *MASK, *TP2, *QUICK, *options, *ON_GPUS, out=folder / name.replace(" ", "-"))
         for name, (command, *options) in CLEAN.items()
         if name in selected(request, "clean")
     }
     started |= {
-        case.key: functools.partial(run, "probe", *case.command, *SHARE, out=folder / case.key.replace(" ", "-"), torchrun=case.torchrun)
+        case.key: functools.partial(run, "probe", *case.command, *ON_GPUS, out=folder / case.key.replace(" ", "-"), torchrun=case.torchrun)
         for case in BY_ID.values()
         if case.key in selected(request, "case")
     }
