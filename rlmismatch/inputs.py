@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ _DEFAULT_TEXTS: Final = (
 )
 _DEFAULT_LENGTHS: Final = (5, 17, 33, 12)  # below, at and above a KV block of 16 or 32, and one in between
 _DEFAULT_MODEL_LEN: Final = 2048
+_NEEDS_PEERS: Final = ("custom", "symm_mem", "flashinfer")  # all-reduces that read the memory of other GPUs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,11 @@ class Inputs:
     impl: Literal["reference", "triton"]
     max_model_len: int
     together: bool  # whether all sides are up at the same time
+    gpus: int | None = None  # of this host, where ranks share them; None: each has its own
+
+    def ranks_per_gpu(self, ranks: int) -> int:
+        """How many of a side's `ranks` one GPU of this host holds."""
+        return _ranks_per_gpu(ranks, self.gpus)
 
 
 def prepare(settings: Settings) -> Inputs:
@@ -62,8 +69,7 @@ def prepare(settings: Settings) -> Inputs:
     lengths = [len(p.token_ids) for p in prompts] + [len(s.token_ids) for s in sequences]
     longest = max(lengths) + reserve
     device = _device(settings)
-    if settings.share_gpu and device == "cpu":
-        raise EnvironmentUnfitError("no-cuda-device", "--share-gpu, but no CUDA device is visible", hint="leave it out to run on the CPU")
+    gpus = _shared_gpus(settings, device)
     return Inputs(
         checkpoint=checkpoint,
         prompts=prompts,
@@ -72,7 +78,9 @@ def prepare(settings: Settings) -> Inputs:
         impl=settings.impl if settings.impl != "auto" else ("triton" if device == "cuda" else "reference"),
         # One more position: a scoring request still has to emit a token.
         max_model_len=min(limit, settings.max_model_len or max(longest + 1, _DEFAULT_MODEL_LEN)),
-        together=settings.sides == "together" or (settings.sides == "auto" and (device == "cpu" or _fit_beside(settings, checkpoint))),
+        together=settings.sides == "together"
+        or (settings.sides == "auto" and (device == "cpu" or _fit_beside(settings, checkpoint, gpus))),
+        gpus=gpus,
     )
 
 
@@ -81,14 +89,43 @@ _ORACLE_SIZE: Final = {"float64": 5.0, "float32": 3.0, "off": 0.0}
 _WORKING_SHARE: Final = 0.1  # of the GPU, for activations, libraries' workspaces and the processes' own contexts
 
 
-def _fit_beside(settings: Settings, checkpoint: Checkpoint) -> bool:
+def _fit_beside(settings: Settings, checkpoint: Checkpoint, gpus: int | None) -> bool:
     """Whether trainer, rollout and oracle fit onto one GPU (the first, which holds a rank of each) at the same time."""
     import torch
 
     total = torch.cuda.get_device_properties(0).total_memory
-    trainer = checkpoint.num_bytes / (1 if settings.share_gpu else settings.trainer_tp)
+    trainer = checkpoint.num_bytes / settings.trainer_tp * _ranks_per_gpu(settings.trainer_tp * settings.cp, gpus)
     oracle = checkpoint.num_bytes * _ORACLE_SIZE[settings.oracle]
     return trainer + oracle + (settings.gpu_memory_fraction + _WORKING_SHARE) * total <= total
+
+
+def _ranks_per_gpu(ranks: int, gpus: int | None) -> int:
+    """How many of a side's ranks one GPU of this host holds. gpus: those that ranks share; None: each rank has its own."""
+    here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))  # torchrun's count of this host
+    return 1 if gpus is None else -(-here // gpus)
+
+
+def _shared_gpus(settings: Settings, device: str) -> int | None:
+    """The GPUs that ranks are to share; None where each has its own. Raises where there is nothing to share."""
+    if not settings.share_gpu:
+        return None
+    if device == "cpu":
+        raise EnvironmentUnfitError("no-cuda-device", "--share-gpu, but no CUDA device is visible", hint="leave it out to run on the CPU")
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if _ranks_per_gpu(settings.world_size, gpus) == 1:
+        raise UsageError(
+            "share-gpu-not-needed", f"--share-gpu, and there are GPUs enough for {settings.world_size} ranks: {gpus}", hint="leave it out"
+        )
+    backend = settings.knobs_of("rollout").get("gemm.all_reduce_backend")
+    if backend in _NEEDS_PEERS and _ranks_per_gpu(settings.rollout_tp, gpus) > 1:
+        raise UsageError(
+            "share-gpu-has-no-peers",
+            f"--all-reduce-backend {backend} reads the memory of other GPUs, and ranks of the rollout share one",
+            hint="--all-reduce-backend nccl, or as many GPUs as ranks",
+        )
+    return gpus
 
 
 def default_prompts(vocab_size: int, *, text: bool) -> tuple[Prompt, ...]:

@@ -115,8 +115,7 @@ class Run:
             "max_model_len": i.max_model_len,
             "block_size": s.block_size,
             "chunk_size": s.chunk_size,
-            "gpu_memory_fraction": s.gpu_memory_fraction / (s.rollout_tp if s.share_gpu else 1),
-            "share_gpu": s.share_gpu,
+            "gpu_memory_fraction": s.gpu_memory_fraction / i.ranks_per_gpu(s.rollout_tp),
             "temperature": s.temperature,
             "bos_token_id": i.checkpoint.config.bos_token_id,
             "try_backends": self._tries_backends,
@@ -135,6 +134,7 @@ class Run:
             plants=s.plants_of("trainer"),
             knobs=engine_knobs(s, "trainer"),
             grads=s.grads,
+            ranks_per_gpu=i.ranks_per_gpu(s.trainer_tp * s.cp),
             **shared,
         )
         rollout = SideConfig(
@@ -144,6 +144,7 @@ class Run:
             dtype=s.rollout_dtype or s.dtype,
             plants=s.plants_of("rollout"),
             knobs=engine_knobs(s, "rollout"),
+            ranks_per_gpu=i.ranks_per_gpu(s.rollout_tp),
             **shared,
         )
         out = [

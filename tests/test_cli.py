@@ -124,11 +124,6 @@ def test_the_backward_is_refused_before_an_engine_starts(slug: str, options: tup
     _refused(run("gemm", "--ckpt", TINY, *options, out=tmp_path / "run"), slug)
 
 
-def test_a_shared_gpu_has_no_peer_to_read(tmp_path: Path) -> None:
-    shared = ("--ckpt", TINY, "--trainer-tp", "2", "--rollout-tp", "2", "--share-gpu", "--all-reduce-backend", "custom")
-    assert "--all-reduce-backend nccl" in _refused(run("gemm", *shared, out=tmp_path / "run"), "share-gpu-has-no-peers")
-
-
 def test_an_output_folder_that_holds_something_is_never_written_to(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("x")
     _refused(run("probe", "--ckpt", TINY, out=tmp_path), "out-not-empty")

@@ -116,7 +116,7 @@ _SIDES = [
     click.option(
         "--share-gpu",
         is_flag=True,
-        help="Every rank on the first GPU: what more ranks do, with one card. NCCL then goes over sockets, not over NVLink; slow.",
+        help="Ranks may outnumber the GPUs: TP4 on one, say. Between those of one GPU NCCL goes over sockets, not over NVLink; slow.",
     ),
     click.option(
         "--temperature",
@@ -348,7 +348,6 @@ def settings_of(
 
 
 def _check_shared_gpu(settings: Settings) -> None:
-    from rlmismatch.engines.gemm_knobs import NEEDS_PEERS
     from rlmismatch.errors import UsageError
 
     if not settings.share_gpu:
@@ -357,13 +356,6 @@ def _check_shared_gpu(settings: Settings) -> None:
         raise UsageError("share-gpu-needs-cuda", "--share-gpu with --device cpu", hint="leave it out: ranks on CPUs share the host anyway")
     if settings.world_size == 1:
         raise UsageError("share-gpu-needs-ranks", "--share-gpu, and each side has one rank", hint="--trainer-tp 2, or leave it out")
-    backend = settings.knobs_of("rollout").get("gemm.all_reduce_backend")
-    if backend in NEEDS_PEERS:
-        raise UsageError(
-            "share-gpu-has-no-peers",
-            f"--all-reduce-backend {backend} reads the memory of other cards, and --share-gpu uses one",
-            hint="--all-reduce-backend nccl, or as many GPUs as ranks without --share-gpu",
-        )
 
 
 def _check_grads(settings: Settings) -> None:

@@ -25,7 +25,6 @@ _VLLM_VARIABLES: Final = {
     "flashinfer": "VLLM_ALLREDUCE_USE_FLASHINFER",
 }
 CUDA_BACKENDS: Final = ("nccl", "custom", "symm_mem", "flashinfer")
-NEEDS_PEERS: Final = ("custom", "symm_mem", "flashinfer")  # they read the memory of other cards
 CPU_BACKENDS: Final = ("shm", "gloo")
 
 

@@ -304,7 +304,7 @@ class MegatronEngine:
     def _gemm_outcomes(self, knobs: TrainerKnobs) -> dict[str, logprob_knobs.Outcome]:
         """What became of the GEMM family's forward knobs. knobs: those that are resolved elsewhere."""
         config, live = self.config, self.gpt.config
-        refused = "" if config.trainer_spec == "te" else "Megatron's batch-invariant kernels stand in for Transformer Engine's"
+        refused = megatron_model.no_batch_invariance(config) if gemm_flags.asked_flag(config, "batch_invariant") else ""
         known = (
             gemm_knobs.flag_outcomes(config)
             | gemm_knobs.mode_outcome(config, "deterministic_mode", live=bool(live.deterministic_mode))

@@ -178,8 +178,19 @@ def causal_mask(length: int, device: torch.device) -> torch.Tensor:
 
 
 def batch_invariant(config: SideConfig) -> bool:
-    """Whether Megatron's batch-invariant mode is asked for where it can be had: its kernels stand in for Transformer Engine's."""
-    return asked_flag(config, "batch_invariant") is True and config.trainer_spec == "te"
+    """Whether Megatron's batch-invariant mode is asked for where it can be had."""
+    return asked_flag(config, "batch_invariant") is True and not no_batch_invariance(config)
+
+
+def no_batch_invariance(config: SideConfig) -> str:
+    """Why Megatron's batch-invariant mode cannot be had here, or nothing."""
+    if config.trainer_spec != "te":
+        return "Megatron's batch-invariant kernels stand in for Transformer Engine's"
+    from transformer_engine.pytorch.attention.dot_product_attention.utils import FlashAttentionUtils
+
+    if not (FlashAttentionUtils.is_installed or FlashAttentionUtils.v3_is_installed):
+        return "Megatron's batch-invariant mode takes Transformer Engine's FlashAttention, and flash-attn is not installed"
+    return ""
 
 
 @contextlib.contextmanager

@@ -113,11 +113,13 @@ class Node:
         ranks = [self.world.rank] if self.world.torchrun else list(range(side.config.world_size))
         for rank in ranks:
             if rank < side.config.world_size:
-                own = self.world.local_rank if self.world.torchrun else rank
-                self._start_one(side, rank, 0 if side.config.share_gpu else own)
+                self._start_one(side, rank, self.world.local_rank if self.world.torchrun else rank)
 
     def _start_one(self, side: SideLaunch, rank: int, local_rank: int) -> None:
         name = side.config.side
+        shared: dict[str, str] = {}
+        if side.config.ranks_per_gpu > 1:
+            local_rank, shared = _place(local_rank)
         theirs = None
         if rank == 0:
             self.sockets[name], theirs = socket.socketpair()
@@ -141,7 +143,7 @@ class Node:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=_worker_env(side, rank, local_rank, self._store_host, self._store_port),
+                    env={**_worker_env(side, rank, local_rank, self._store_host, self._store_port), **shared, **side.env},
                     pass_fds=(theirs.fileno(),) if theirs else (),
                     start_new_session=True,  # one group, so that what an engine starts dies with it
                 )
@@ -232,14 +234,24 @@ def _worker_env(side: SideLaunch, rank: int, local_rank: int, host: str, port: i
         TOKENIZERS_PARALLELISM="false",
         HF_HUB_OFFLINE="1",
     )
-    if side.config.share_gpu:
-        # NCCL refuses two ranks on one GPU of one host: each is a host to it, so collectives go over sockets.
-        env.setdefault("NCCL_HOSTID", f"rank{rank}")
-        env.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")  # no card has a peer
     root = str(Path(__file__).resolve().parents[2])  # a side's own Python need not have the package installed
     env["PYTHONPATH"] = os.pathsep.join(p for p in (root, env.get("PYTHONPATH", "")) if p)
     env.update(side.env)
     return env
+
+
+def _place(local_rank: int) -> tuple[int, dict[str, str]]:
+    """The GPU of a rank where ranks outnumber them, and the environment that lets NCCL take it.
+
+    NCCL refuses two ranks on one GPU of one host, so ranks that go once round the GPUs are one host to it, and the next round another:
+    between rounds collectives go over sockets.
+    """
+    import torch
+
+    turn, gpu = divmod(local_rank, torch.cuda.device_count())
+    # What NCCL takes for a host by itself, and the round.
+    host = f"{socket.gethostname()}-{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}-{turn}"
+    return gpu, {"NCCL_HOSTID": host, "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}  # which needs a GPU a rank
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:

@@ -58,7 +58,7 @@ class SideConfig:
     block_size: int = 32  # KV cache block, tokens
     chunk_size: int = 16  # tokens per step of the chunked path
     gpu_memory_fraction: float = 0.4  # of one GPU, for a rollout rank's weights and KV cache
-    share_gpu: bool = False  # every rank of a host on its first GPU
+    ranks_per_gpu: int = 1  # more than one where ranks outnumber the GPUs of a host and --share-gpu lets them
     trainer_spec: Literal["local", "te"] = "local"
     vocab_padding_policy: Literal["include", "mask"] = "include"
     temperature: float = 1.0  # the sampling temperature both sides are to apply to the logits
@@ -81,8 +81,8 @@ class SideConfig:
 
     @property
     def sharing(self) -> str:
-        """What to say beside the ranks of this side, where they are not each on a GPU of its own."""
-        return ", all on one GPU" if self.share_gpu else ""
+        """What to say beside the ranks of this side, where they have not each a GPU of its own."""
+        return f", {self.ranks_per_gpu} on a GPU" if self.ranks_per_gpu > 1 else ""
 
     @property
     def layout(self) -> str:

@@ -302,7 +302,7 @@ class VllmEngine:
             options["attention_config"] = {"backend": "TRITON_ATTN" if config.dtype == "float32" else "FLASH_ATTN"}
             if gemm_knobs.all_reduce_backend(config) in gemm_knobs.CUDA_BACKENDS:
                 options["disable_custom_all_reduce"] = gemm_knobs.all_reduce_backend(config) != "custom"
-            if config.share_gpu:
+            if config.ranks_per_gpu > 1:
                 options["disable_custom_all_reduce"] = True  # it would ask for a peer that is not there
         if config.knobs.get("attention.prefix_cache") is not None:
             options["enable_prefix_caching"] = config.knobs["attention.prefix_cache"] == "on"

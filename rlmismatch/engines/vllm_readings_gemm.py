@@ -24,7 +24,7 @@ def runtime_flags(site: Site) -> Fields:
         "tf32": gemm_flags.tf32_reading(),
         "bf16_reduced_precision_reduction": gemm_flags.reduced_precision_reading(),
         "deterministic_mode": read(torch.are_deterministic_algorithms_enabled(), "torch.are_deterministic_algorithms_enabled()"),
-        "batch_invariant": read(gemm_knobs.vllm_batch_invariant(), "VLLMBATCH_INVARIANT"),
+        "batch_invariant": read(gemm_knobs.vllm_batch_invariant(), "VLLM_BATCH_INVARIANT"),
         "cublas_workspace": environment_reading("CUBLAS_WORKSPACE_CONFIG"),
         "nccl_algo": environment_reading("NCCL_ALGO"),
         "nccl_proto": environment_reading("NCCL_PROTO"),

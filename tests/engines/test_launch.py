@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -213,21 +213,25 @@ def test_the_world_under_torchrun() -> None:
         World.from_env(env, 2)
 
 
-def test_ranks_that_share_a_gpu_are_hosts_of_their_own_to_nccl(
-    node: Node, python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_ranks_that_outnumber_the_gpus_go_round_them_as_hosts_of_their_own_to_nccl(
+    node: Node, python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int
 ) -> None:
-    """All on the first GPU; what the person sets stays."""
-    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    """What the person sets stays."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     names = ("LOCAL_RANK", "NCCL_HOSTID", "VLLM_ALLREDUCE_USE_SYMM_MEM")
     tell = f"seen = [config['local_rank'], *(os.environ.get(n) for n in {names})]"
     behaviour = f"{tell}\npathlib.Path({str(tmp_path)!r}, config['config']['side'] + str(rank)).write_text(json.dumps(seen))"
-    for side, env in (("rollout", {}), ("trainer", {"NCCL_HOSTID": "mine"})):
-        started = launch(python, behaviour, side=side, tp=2)  # type: ignore[arg-type]
-        shared = dataclasses.replace(started.config, device="cuda", share_gpu=True)
-        node.start(dataclasses.replace(started, config=shared, env={**started.env, **env}))
+    env: Mapping[SideName, dict[str, str]] = {"rollout": {}, "trainer": {"NCCL_HOSTID": "mine"}}
+    for side, given in env.items():
+        started = launch(python, behaviour, side=side, tp=4)
+        shared = dataclasses.replace(started.config, device="cuda", ranks_per_gpu=4 // gpus)
+        node.start(dataclasses.replace(started, config=shared, env={**started.env, **given}))
     for process in node.processes.values():
         process.wait(10)
-    seen = {name: json.loads((tmp_path / name).read_text()) for name in ("rollout0", "rollout1", "trainer0", "trainer1")}
-    assert seen["rollout0"] == [0, "0", "rank0", "0"]
-    assert seen["rollout1"] == [0, "0", "rank1", "0"]
-    assert seen["trainer0"] == seen["trainer1"] == [0, "0", "mine", "0"]
+    places = [json.loads((tmp_path / f"rollout{rank}").read_text()) for rank in range(4)]
+    assert [place[0] for place in places] == [int(place[1]) for place in places] == [rank % gpus for rank in range(4)]
+    assert [place[2].rsplit("-", 1)[1] for place in places] == [str(rank // gpus) for rank in range(4)]
+    assert len({place[2].rsplit("-", 1)[0] for place in places}) == 1  # NCCL's own word for this host
+    assert {place[3] for place in places} == {"0"}
+    assert json.loads((tmp_path / "trainer3").read_text())[2] == "mine"

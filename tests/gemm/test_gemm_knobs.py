@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import click
@@ -15,7 +17,7 @@ from rlmismatch import axes
 from rlmismatch.arms import base_pins, engine_knobs
 from rlmismatch.commands import options
 from rlmismatch.commands.gemm import KNOBS, OTHER_NAMES
-from rlmismatch.engines import gemm_flags, gemm_knobs
+from rlmismatch.engines import gemm_flags, gemm_knobs, megatron_model
 from rlmismatch.engines.protocol import SideConfig
 from rlmismatch.errors import UsageError
 from rlmismatch.settings import Settings
@@ -212,6 +214,22 @@ def test_a_fallback_says_why_what_was_asked_for_did_not_run() -> None:
         config(all_reduce_backend="gloo"), {**RAN, "gloo": {"64": 1}}, tp=2, idle="vLLM disabled it"
     ).values()
     assert "disabled" not in row["reason"]
+
+
+@pytest.mark.parametrize(("v2", "v3", "why"), [(False, False, "flash-attn is not installed"), (True, False, ""), (False, True, "")])
+def test_megatrons_batch_invariant_mode_needs_transformer_engines_flash_attention(
+    monkeypatch: pytest.MonkeyPatch, v2: bool, v3: bool, why: str
+) -> None:
+    """Where it is asked for without, Transformer Engine has no attention left, and says so in its first forward."""
+    utils = ModuleType("utils")
+    utils.FlashAttentionUtils = SimpleNamespace(is_installed=v2, v3_is_installed=v3)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.attention.dot_product_attention.utils", utils)
+    asked = dataclasses.replace(config(batch_invariant="on"), trainer_spec="te")
+    assert megatron_model.no_batch_invariance(asked).endswith(why)
+    assert bool(megatron_model.no_batch_invariance(asked)) is not megatron_model.batch_invariant(asked)
+    local = config(batch_invariant="on")
+    assert "stand in for Transformer Engine's" in megatron_model.no_batch_invariance(local)
+    assert not megatron_model.batch_invariant(local)
 
 
 def test_what_cannot_be_had_is_unsupported_with_a_reason() -> None:

@@ -71,9 +71,8 @@ _RINGS = (
 )
 _RINGS_OF_ONE = (
     (Ring(groups=1, n=128, k=_RING_K, stages=8), 3.4),
-    (Ring(groups=1, n=128, extra=64, k=_RING_K, stages=6), 4.6),
+    (Ring(groups=1, n=128, extra=64, k=_RING_K, stages=6), 4.8),
     (Ring(groups=2, n=128, k=_RING_K, stages=6), 6.2),
-    (Ring(groups=2, n=256, k=_RING_K, stages=4), 12.2),
 )
 _FEW = 64
 # By bytes of an operand element, through pointers. Float32 operands take the FMA units, where larger tiles spill.

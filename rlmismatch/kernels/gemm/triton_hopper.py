@@ -20,8 +20,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from rlmismatch.kernels.common.triton_gluon import barrier, load_tile, store_tile
 from rlmismatch.kernels.gemm.tiles import GROUP, PROGRAMS, Ring
 
-_OVERLAP = True
-_STAGED = 128  # columns that go out at once
 _RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
@@ -31,6 +29,14 @@ def _origin(tile, tiles_p, tiles_q, GROUP: gl.constexpr):
     first = tile // (GROUP * tiles_q) * GROUP
     rows = gl.minimum(tiles_p - first, GROUP)
     return first + tile % (GROUP * tiles_q) % rows, tile % (GROUP * tiles_q) // rows
+
+
+@gluon.jit
+def _first_row(block, P):
+    """Of 64 rows. The last block ends with the last row and may share some with the block before: both write the same bits there, where
+    loads that reach beyond the edge were up to 1.7 times as slow.
+    """
+    return gl.minimum(block * 64, P - 64)
 
 
 @gluon.jit
@@ -44,7 +50,7 @@ def _next(slot, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    a_desc, b_desc, extra_desc, a_smem, b_smem, extra_smem, full, empty, tiles_p, tiles_q, steps, last_row,
+    a_desc, b_desc, extra_desc, a_smem, b_smem, extra_smem, full, empty, tiles_p, tiles_q, steps, P,
     GROUPS: gl.constexpr, BLOCK_Q: gl.constexpr, EXTRA_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     B_TURNED: gl.constexpr,
 ):  # fmt: skip
@@ -59,7 +65,7 @@ def _produce(
             mbarrier.expect(full.index(slot), GROUPS * a_desc.block_type.nbytes + b_desc.block_type.nbytes + extra_bytes)
             k = step * BLOCK_K
             for half in gl.static_range(GROUPS):
-                row = gl.minimum((p * GROUPS + half) * 64, last_row)
+                row = _first_row(p * GROUPS + half, P)
                 load_tile(a_desc, [row, k], full.index(slot), a_smem.index(slot * GROUPS + half))
             column = q * (BLOCK_Q + EXTRA_Q)
             load_tile(b_desc, [k, column] if B_TURNED else [column, k], full.index(slot), b_smem.index(slot))
@@ -90,7 +96,7 @@ def _added(left, right):
 
 @gluon.jit
 def _consume(
-    out_desc, a_smem, b_smem, kept_smem, full, empty, tiles_p, tiles_q, steps,
+    out_desc, a_smem, b_smem, kept_smem, full, empty, tiles_p, tiles_q, steps, P,
     HALF: gl.constexpr, GROUPS: gl.constexpr, COUNT: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     B_TURNED: gl.constexpr,
 ):  # fmt: skip
@@ -153,7 +159,7 @@ def _consume(
         fence_async_shared()
         barrier()
         p, q = _origin(tile, tiles_p, tiles_q, GROUP)
-        store_tile(out_desc, [(p * GROUPS + HALF) * 64, q * BLOCK_Q], staged)
+        store_tile(out_desc, [_first_row(p * GROUPS + HALF, P), q * BLOCK_Q], staged)
     tma.store_wait(0)
 
 
@@ -179,16 +185,16 @@ def _chunks_hopper_kernel(
     fence_async_shared()
     if GROUPS == 2:
         gl.warp_specialize([
-            (_consume, (out_desc, a_smem, b_smem, kept_smem, full, empty, tiles_p, tiles_q, steps,
+            (_consume, (out_desc, a_smem, b_smem, kept_smem, full, empty, tiles_p, tiles_q, steps, P,
                         0, GROUPS, COUNT, BLOCK_Q, STAGES, GROUP, B_TURNED)),
-            (_consume, (out_desc, a_smem, b_smem, kept_smem, full, empty, tiles_p, tiles_q, steps,
+            (_consume, (out_desc, a_smem, b_smem, kept_smem, full, empty, tiles_p, tiles_q, steps, P,
                         1, GROUPS, COUNT, BLOCK_Q, STAGES, GROUP, B_TURNED)),
             (_produce, (a_desc, b_desc, b_desc, a_smem, b_smem, b_smem, full, empty, tiles_p, tiles_q, COUNT * steps, P,
                         GROUPS, BLOCK_Q, 0, BLOCK_K, STAGES, GROUP, B_TURNED)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (out_desc, a_smem, b_smem, kept_smem, full, empty, tiles_p, tiles_q, steps,
+            (_consume, (out_desc, a_smem, b_smem, kept_smem, full, empty, tiles_p, tiles_q, steps, P,
                         0, GROUPS, COUNT, BLOCK_Q, STAGES, GROUP, B_TURNED)),
             (_produce, (a_desc, b_desc, b_desc, a_smem, b_smem, b_smem, full, empty, tiles_p, tiles_q, COUNT * steps, P,
                         GROUPS, BLOCK_Q, 0, BLOCK_K, STAGES, GROUP, B_TURNED)),
@@ -222,20 +228,9 @@ def _waited(acc, extra, steps: gl.constexpr, EXTRA_Q: gl.constexpr):
 
 
 @gluon.jit
-def _store(out_desc, staged, acc, row, column):
-    """A block out through shared memory; what went out from there before has left it when this begins to write."""
-    tma.store_wait(0)
-    barrier()
-    staged.store(acc.to(out_desc.dtype))
-    fence_async_shared()
-    barrier()
-    store_tile(out_desc, [row, column], staged)
-
-
-@gluon.jit
 def _consume_one(
-    out_desc, out_extra_desc, a_smem, b_smem, extra_smem, out_smem, out_extra_smem, full, empty, tiles_p, tiles_q, steps, last_row,
-    HALF: gl.constexpr, GROUPS: gl.constexpr, BLOCK_Q: gl.constexpr, EXTRA_Q: gl.constexpr, STAGED_Q: gl.constexpr,
+    out_desc, out_extra_desc, a_smem, b_smem, extra_smem, out_smem, out_extra_smem, full, empty, tiles_p, tiles_q, steps, P,
+    HALF: gl.constexpr, GROUPS: gl.constexpr, BLOCK_Q: gl.constexpr, EXTRA_Q: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, B_TURNED: gl.constexpr,
 ):  # fmt: skip
     """64 rows of every tile: one warp group."""
@@ -261,18 +256,17 @@ def _consume_one(
         barrier()
         mbarrier.arrive(empty.index(before), count=1)
         p, q = _origin(tile, tiles_p, tiles_q, GROUP)
-        row = gl.minimum((p * GROUPS + HALF) * 64, last_row)
+        row = _first_row(p * GROUPS + HALF, P)
         column = q * (BLOCK_Q + EXTRA_Q)
-        if STAGED_Q == BLOCK_Q:
-            _store(out_desc, out_smem.index(HALF), acc, row, column)
-        else:
-            left, right = acc.reshape([64, 2, STAGED_Q]).permute(0, 2, 1).split()
-            _store(out_desc, out_smem.index(HALF), left, row, column)
-            _store(out_desc, out_smem.index(HALF), right, row, column + STAGED_Q)
+        tma.store_wait(0)  # of the tile before, which went out from the same place
+        barrier()
+        out_smem.index(HALF).store(acc.to(out_desc.dtype))
         if EXTRA_Q:
-            out_extra_smem.index(HALF).store(extra.to(out_desc.dtype))  # `_store` has waited for the tile before
-            fence_async_shared()
-            barrier()
+            out_extra_smem.index(HALF).store(extra.to(out_desc.dtype))
+        fence_async_shared()
+        barrier()
+        store_tile(out_desc, [row, column], out_smem.index(HALF))
+        if EXTRA_Q:
             store_tile(out_extra_desc, [row, column + BLOCK_Q], out_extra_smem.index(HALF))
     tma.store_wait(0)
 
@@ -281,18 +275,14 @@ def _consume_one(
 def _one_sum_hopper_kernel(
     a_desc, b_desc, extra_desc, out_desc, out_extra_desc, P, Q, steps,
     GROUPS: gl.constexpr, BLOCK_Q: gl.constexpr, EXTRA_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    B_TURNED: gl.constexpr, OVERLAP: gl.constexpr,
+    B_TURNED: gl.constexpr,
 ):  # fmt: skip
-    """Order: from zero over all of K, ascending; one rounding. The last 64 rows are computed as one block, which the block before may
-    overlap: both write the same bits there, and no load reaches beyond the edge, which is slow.
-    """
-    last_row = P - 64 if OVERLAP else P
+    """Order: from zero over all of K, ascending; one rounding."""
     tiles_p = gl.cdiv(P, GROUPS * 64)
     tiles_q = gl.cdiv(Q, BLOCK_Q + EXTRA_Q)
-    STAGED_Q: gl.constexpr = out_desc.block_type.shape[1]
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * GROUPS, 64, BLOCK_K], a_desc.layout)
     b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES, b_desc.block_type.shape[0], b_desc.block_type.shape[1]], b_desc.layout)
-    out_smem = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, 64, STAGED_Q], out_desc.layout)
+    out_smem = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, 64, BLOCK_Q], out_desc.layout)
     if EXTRA_Q:
         extra_smem = gl.allocate_shared_memory(
             b_desc.dtype, [STAGES, extra_desc.block_type.shape[0], extra_desc.block_type.shape[1]], extra_desc.layout
@@ -310,17 +300,17 @@ def _one_sum_hopper_kernel(
     if GROUPS == 2:
         gl.warp_specialize([
             (_consume_one, (out_desc, out_extra_desc, a_smem, b_smem, extra_smem, out_smem, out_extra_smem, full, empty,
-                            tiles_p, tiles_q, steps, last_row, 0, GROUPS, BLOCK_Q, EXTRA_Q, STAGED_Q, STAGES, GROUP, B_TURNED)),
+                            tiles_p, tiles_q, steps, P, 0, GROUPS, BLOCK_Q, EXTRA_Q, STAGES, GROUP, B_TURNED)),
             (_consume_one, (out_desc, out_extra_desc, a_smem, b_smem, extra_smem, out_smem, out_extra_smem, full, empty,
-                            tiles_p, tiles_q, steps, last_row, 1, GROUPS, BLOCK_Q, EXTRA_Q, STAGED_Q, STAGES, GROUP, B_TURNED)),
-            (_produce, (a_desc, b_desc, extra_desc, a_smem, b_smem, extra_smem, full, empty, tiles_p, tiles_q, steps, last_row,
+                            tiles_p, tiles_q, steps, P, 1, GROUPS, BLOCK_Q, EXTRA_Q, STAGES, GROUP, B_TURNED)),
+            (_produce, (a_desc, b_desc, extra_desc, a_smem, b_smem, extra_smem, full, empty, tiles_p, tiles_q, steps, P,
                         GROUPS, BLOCK_Q, EXTRA_Q, BLOCK_K, STAGES, GROUP, B_TURNED)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume_one, (out_desc, out_extra_desc, a_smem, b_smem, extra_smem, out_smem, out_extra_smem, full, empty,
-                            tiles_p, tiles_q, steps, last_row, 0, GROUPS, BLOCK_Q, EXTRA_Q, STAGED_Q, STAGES, GROUP, B_TURNED)),
-            (_produce, (a_desc, b_desc, extra_desc, a_smem, b_smem, extra_smem, full, empty, tiles_p, tiles_q, steps, last_row,
+                            tiles_p, tiles_q, steps, P, 0, GROUPS, BLOCK_Q, EXTRA_Q, STAGES, GROUP, B_TURNED)),
+            (_produce, (a_desc, b_desc, extra_desc, a_smem, b_smem, extra_smem, full, empty, tiles_p, tiles_q, steps, P,
                         GROUPS, BLOCK_Q, EXTRA_Q, BLOCK_K, STAGES, GROUP, B_TURNED)),
         ], [1], [24])  # fmt: skip
 
@@ -335,7 +325,7 @@ def _descriptor(x_RK: torch.Tensor, rows: int, k: int, *, turned: bool) -> Tenso
 def joined(x_PK: torch.Tensor, w_QK: torch.Tensor, *, ring: Ring, chunks: int, out_dtype: torch.dtype) -> torch.Tensor:
     """[P, Q]: `chunks` (2, 4 or 8) equal pieces of K, each summed ascending, joined by the pairwise tree, rounded once.
 
-    Rows of x are contiguous, w has either dim contiguous, every pitch is a multiple of 16 bytes, and a chunk one of `ring.k`.
+    64 rows or more, contiguous; w has either dim contiguous; every pitch is a multiple of 16 bytes, and a chunk one of `ring.k`.
     """
     P, Q, K = x_PK.shape[0], *w_QK.shape
     steps = K // chunks // ring.k
@@ -377,7 +367,7 @@ def one_sum(x_PK: torch.Tensor, w_QK: torch.Tensor, *, ring: Ring) -> torch.Tens
         layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         return TensorDescriptor(out_PQ, [P, Q], [Q, 1], [64, columns], layout)
 
-    wide, out_wide = _descriptor(w_QK, ring.n, ring.k, turned=turned), out_desc(min(ring.n, _STAGED))
+    wide, out_wide = _descriptor(w_QK, ring.n, ring.k, turned=turned), out_desc(ring.n)
     tiles = triton.cdiv(P, 64 * ring.groups) * triton.cdiv(Q, ring.n + ring.extra)
     _one_sum_hopper_kernel[(min(tiles, PROGRAMS),)](
         _descriptor(x_PK, 64, ring.k, turned=False),
@@ -395,7 +385,6 @@ def one_sum(x_PK: torch.Tensor, w_QK: torch.Tensor, *, ring: Ring) -> torch.Tens
         STAGES=ring.stages,
         GROUP=GROUP,
         B_TURNED=turned,
-        OVERLAP=_OVERLAP,
         num_warps=4,
         maxnreg=168 if ring.groups == 2 else 240,
         enable_fp_fusion=True,
