@@ -26,6 +26,7 @@ NOT_RUN = {
     "make setup DEVICE=cuda": "needs a GPU",
     "make test-gpu": "needs a GPU",
     "rlmismatch probe --ckpt DIR": "needs a GPU",
+    "rlmismatch gemm --ckpt DIR": "needs a GPU",
 }
 
 

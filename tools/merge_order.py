@@ -45,9 +45,10 @@ def main() -> int:
     settings: list[dict[str, str]] = (
         [{}] if options.cpu else [{"NCCL_ALGO": a, "NCCL_PROTO": p} for a, p in itertools.product(_ALGOS, _PROTOS)]
     )
-    results = [_run(options.nproc, setting, cpu=options.cpu, share=options.share_gpu) for setting in settings]
-    for result in results:
-        print(json.dumps(result))
+    results = []
+    for setting in settings:
+        results.append(_run(options.nproc, setting, cpu=options.cpu, share=options.share_gpu))
+        print(json.dumps(results[-1]), flush=True)  # before the next one, which may hang
     ran = [r["sums"] for r in results if "error" not in r]
     print(f"{len(ran)} of {len(results)} settings ran")
     bits = {way: len({sums[way]["digest"] for sums in ran}) for way in (ran[0] if ran else ())}

@@ -197,6 +197,9 @@ def test_many_rows_have_one_ring_that_fits_the_card() -> None:
             assert ring in tiles.RINGS
             assert 2 * ring.stages * (64 * ring.groups + ring.n) * ring.k + 4 * 64 * ring.groups * ring.n < 227 * 1024
             ring = tiles.ring(rows, columns, 4096, 1)
+            if rows * columns > 200 * tiles.PROGRAMS * 128 * 128:
+                assert ring is None  # the widest descriptor tile is faster
+                continue
             assert ring in tiles.RINGS_OF_ONE
             staged = 2 * 64 * ring.groups * (min(ring.n, 128) + ring.extra)  # half precision, 128 columns at a time
             assert 2 * ring.stages * (64 * ring.groups + ring.n + ring.extra) * ring.k + staged < 227 * 1024

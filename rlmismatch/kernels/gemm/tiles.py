@@ -74,6 +74,7 @@ _RINGS_OF_ONE = (
     (Ring(groups=1, n=128, extra=64, k=_RING_K, stages=6), 4.8),
     (Ring(groups=2, n=128, k=_RING_K, stages=6), 6.2),
 )
+_MOST_WAVES = 200  # of one sum: 4096 rows of a head of 151936 columns take 288
 _FEW = 64
 # By bytes of an operand element, through pointers. Float32 operands take the FMA units, where larger tiles spill.
 _POINTER = {
@@ -105,15 +106,18 @@ def descriptor_tile(rows: int, columns: int, chunks: int) -> Tile:
 
 
 def ring(rows: int, columns: int, width: int, chunks: int) -> Ring | None:
-    """The tile of `triton_hopper` for `chunks` chunks of `width` terms; None: few rows, or a block would reach into the next chunk."""
+    """The tile of `triton_hopper` for `chunks` chunks of `width` terms.
+
+    None: few rows, a block would reach into the next chunk, or so many tiles that the widest tile of `descriptor_tile` is faster.
+    """
     if rows <= _FEW or width < _RING_K or (chunks > 1 and width % _RING_K):
         return None
 
-    def time(entry: tuple[Ring, float]) -> float:
-        ring, cost = entry
-        return -(-(-(-rows // (64 * ring.groups)) * -(-columns // (ring.n + ring.extra))) // PROGRAMS) * cost
+    def waves(ring: Ring) -> int:
+        return -(-(-(-rows // (64 * ring.groups)) * -(-columns // (ring.n + ring.extra))) // PROGRAMS)
 
-    return min(_RINGS if chunks > 1 else _RINGS_OF_ONE, key=time)[0]
+    best, _ = min(_RINGS if chunks > 1 else _RINGS_OF_ONE, key=lambda entry: waves(entry[0]) * entry[1])
+    return best if chunks > 1 or waves(best) <= _MOST_WAVES else None
 
 
 def pointer_tile(rows: int, element_bytes: int) -> Tile:
