@@ -27,7 +27,7 @@ from rlmismatch.kernels import gemm, logprob, logprob_backward, logprob_linear, 
 
 BF16 = torch.bfloat16
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB = 32, 8, 128, 4096, 12288, 151936  # Qwen3-8B
-GEMM_ROWS = (1, 16, 64, 256, 1024, 4096)
+GEMM_ROWS = (1, 16, 33, 64, 65, 256, 300, 1024, 4096)  # batches seldom fill their blocks
 
 
 @dataclass(frozen=True, kw_only=True)
