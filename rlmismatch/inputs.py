@@ -86,7 +86,8 @@ def prepare(settings: Settings) -> Inputs:
 
 # Of the weights in the model's dtype: what the oracle keeps for its float64 (or float32) copy, and for the plain forward beside it.
 _ORACLE_SIZE: Final = {"float64": 5.0, "float32": 3.0, "off": 0.0}
-_WORKING_SHARE: Final = 0.1  # of the GPU, for activations, libraries' workspaces and the processes' own contexts
+_WORKING_SHARE: Final = 0.1  # of the GPU, for activations, libraries' workspaces and the contexts of a process a side
+_A_PROCESS: Final = 2**30  # bytes that each further process takes: its context, NCCL's buffers
 
 
 def _fit_beside(settings: Settings, checkpoint: Checkpoint, gpus: int | None) -> bool:
@@ -96,13 +97,19 @@ def _fit_beside(settings: Settings, checkpoint: Checkpoint, gpus: int | None) ->
     total = torch.cuda.get_device_properties(0).total_memory
     trainer = checkpoint.num_bytes / settings.trainer_tp * _ranks_per_gpu(settings.trainer_tp * settings.cp, gpus)
     oracle = checkpoint.num_bytes * _ORACLE_SIZE[settings.oracle]
-    return trainer + oracle + (settings.gpu_memory_fraction + _WORKING_SHARE) * total <= total
+    more_ranks = _ranks_per_gpu(settings.trainer_tp * settings.cp, gpus) + _ranks_per_gpu(settings.rollout_tp, gpus) - 2
+    return trainer + oracle + more_ranks * _A_PROCESS + (settings.gpu_memory_fraction + _WORKING_SHARE) * total <= total
 
 
 def _ranks_per_gpu(ranks: int, gpus: int | None) -> int:
     """How many of a side's ranks one GPU of this host holds. gpus: those that ranks share; None: each rank has its own."""
-    here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))  # torchrun's count of this host
-    return 1 if gpus is None else -(-here // gpus)
+    return 1 if gpus is None else -(-_ranks_here(ranks) // gpus)
+
+
+def _ranks_here(ranks: int) -> int:
+    """Those of a side's `ranks` that this host starts."""
+    under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)) if under_torchrun else ranks
 
 
 def _shared_gpus(settings: Settings, device: str) -> int | None:
@@ -116,7 +123,15 @@ def _shared_gpus(settings: Settings, device: str) -> int | None:
     gpus = torch.cuda.device_count()
     if _ranks_per_gpu(settings.world_size, gpus) == 1:
         raise UsageError(
-            "share-gpu-not-needed", f"--share-gpu, and there are GPUs enough for {settings.world_size} ranks: {gpus}", hint="leave it out"
+            "share-gpu-not-needed",
+            f"--share-gpu, and the {_ranks_here(settings.world_size)} ranks of this host have GPUs enough: {gpus}",
+            hint="leave it out",
+        )
+    if _ranks_per_gpu(settings.rollout_tp, gpus) > 1 and settings.knobs_of("rollout").get("model.compile") == "inductor":
+        raise UsageError(
+            "share-gpu-has-no-peers",
+            "--compile inductor fuses all-reduces that read the memory of other GPUs, and ranks of the rollout share one",
+            hint="--compile graph, or as many GPUs as ranks",
         )
     backend = settings.knobs_of("rollout").get("gemm.all_reduce_backend")
     if backend in _NEEDS_PEERS and _ranks_per_gpu(settings.rollout_tp, gpus) > 1:

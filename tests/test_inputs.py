@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from rlmismatch import inputs
-from rlmismatch.errors import UsageError
+from rlmismatch.engines.protocol import SideConfig
+from rlmismatch.engines.vllm import cuda_options
+from rlmismatch.errors import EnvironmentUnfitError, UsageError
+from rlmismatch.plan import Run
 from rlmismatch.settings import Settings
-from tests.cli_runs import TINY
 
 GIB = 2**30
 
@@ -18,7 +23,8 @@ GIB = 2**30
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Two GPUs of 100 GiB, on paper."""
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=100 * GIB))
@@ -44,7 +50,10 @@ def test_without_the_flag_each_rank_has_its_own() -> None:
 
 def test_under_torchrun_the_ranks_of_this_host_count(gpus: pytest.MonkeyPatch) -> None:
     gpus.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="GPUs enough for 4 ranks: 2"):
+    assert inputs.prepare(settings(4, 4)).ranks_per_gpu(4) == 2  # left over from elsewhere: torchrun sets all three
+    gpus.setenv("RANK", "0")
+    gpus.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UsageError, match="the 2 ranks of this host have GPUs enough: 2"):
         inputs.prepare(settings(4, 4))
     gpus.setattr("torch.cuda.device_count", lambda: 1)
     assert inputs.prepare(settings(4, 4)).ranks_per_gpu(4) == 2
@@ -61,15 +70,44 @@ def test_nothing_to_share_and_no_peer_to_read_are_refused() -> None:
         assert caught.value.slug == "share-gpu-has-no-peers"
         assert inputs.prepare(settings(4, 2, backend=backend)).gpus == 2  # each rank of the rollout has its own
     assert inputs.prepare(settings(4, 4, backend="nccl")).gpus == 2
+    compiled = dataclasses.replace(settings(4, 4), knobs={"rollout.model.compile": "inductor"})
+    with pytest.raises(UsageError, match="fuses all-reduces"):
+        inputs.prepare(compiled)
+    assert inputs.prepare(dataclasses.replace(compiled, knobs={"rollout.model.compile": "graph"})).gpus == 2
 
 
 @pytest.mark.usefixtures("gpus")
-def test_what_ranks_of_one_gpu_hold_decides_whether_both_sides_fit() -> None:
-    checkpoint = SimpleNamespace(num_bytes=120 * GIB)  # 30 GiB a rank, beside 40 for the rollout and 10 to work in
-    for share, fits in ((False, True), (True, False)):
-        asked = dataclasses.replace(settings(4, 4, share=share), oracle="off")
-        assert inputs._fit_beside(asked, checkpoint, 2 if share else None) is fits  # type: ignore[arg-type]
+@pytest.mark.parametrize(("bytes_", "fits"), [(80, True), (100, False)])
+def test_what_ranks_of_one_gpu_hold_decides_whether_both_sides_fit(bytes_: int, fits: bool) -> None:
+    """Two ranks of each side: half of the weights, 2 GiB more for two more processes, beside 40 for the rollout and 10 to work in."""
+    asked = dataclasses.replace(settings(4, 4), oracle="off")
+    checkpoint = SimpleNamespace(num_bytes=bytes_ * GIB)
+    assert inputs._fit_beside(asked, checkpoint, 2) is fits  # type: ignore[arg-type]
+    own = dataclasses.replace(asked, share_gpu=False)
+    assert inputs._fit_beside(own, checkpoint, None)  # type: ignore[arg-type]  # a quarter of them, and no more processes
 
 
-def test_a_cpu_run_shares_nothing() -> None:
-    assert inputs.prepare(Settings(command="probe", ckpt=TINY, trainer_tp=2, device="cpu")).ranks_per_gpu(2) == 1
+@pytest.mark.usefixtures("gpus")
+def test_each_side_is_started_with_its_own_share(tmp_path: Path) -> None:
+    asked = dataclasses.replace(settings(4, 2), oracle="float64")
+    trainer, rollout, oracle = _started(asked, tmp_path)
+    assert (trainer.ranks_per_gpu, rollout.ranks_per_gpu, oracle.ranks_per_gpu) == (2, 1, 1)
+    assert (trainer.sharing, rollout.sharing) == ("up to 2 of 4 ranks on a GPU", "")
+    assert rollout.gpu_memory_fraction == 0.4
+    assert "disable_custom_all_reduce" not in cuda_options(rollout)
+    _, rollout, _ = _started(dataclasses.replace(asked, rollout_tp=4), tmp_path)
+    assert rollout.gpu_memory_fraction == 0.2
+    assert cuda_options(rollout)["disable_custom_all_reduce"] is True
+
+
+def _started(asked: Settings, folder: Path) -> list[SideConfig]:
+    parts: Any = {"controller": None, "progress": None}
+    run = Run(settings=asked, inputs=inputs.prepare(asked), folder=folder, command_line="", **parts)
+    return [side.config for side in run._launches()]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_nothing_to_share() -> None:
+    with pytest.raises(EnvironmentUnfitError) as caught:
+        inputs.prepare(settings(4, 4))
+    assert (caught.value.slug, caught.value.hint) == ("no-cuda-device", "leave it out to run on the CPU")

@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 # All-gather has no tree, and NCCL refuses a collective that is left without an algorithm: the tree is asked for the all-reduce alone.
 _ALGOS, _PROTOS = ("Ring", "Ring;AllReduce:Tree"), ("LL", "LL128", "Simple")
 _ROWS, _WIDTH, _REPEATS = 256, 8192, 3  # rows, columns a rank, runs within one process
+_LIMIT_S = 120  # for one setting
 _SUMS = {"decode": (4, 1024), "training": (2048, 1024)}  # rows and columns of row-parallel partials
 
 
@@ -40,7 +42,7 @@ def main() -> int:
     parser.add_argument("--nproc", type=int, required=True, help="ranks")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--cpu", action="store_true", help="gloo on the CPU")
-    where.add_argument("--share-gpu", action="store_true", help="every rank on the first GPU")
+    where.add_argument("--share-gpu", action="store_true", help="every rank on the first GPU, a host each to NCCL")
     options = parser.parse_args()
     settings: list[dict[str, str]] = (
         [{}] if options.cpu else [{"NCCL_ALGO": a, "NCCL_PROTO": p} for a, p in itertools.product(_ALGOS, _PROTOS)]
@@ -62,10 +64,18 @@ def _run(nproc: int, setting: dict[str, str], *, cpu: bool, share: bool) -> dict
     """One setting in fresh processes; an ``error`` where NCCL refuses it (an algorithm without that protocol)."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), __file__, "--worker"]
     env = {**os.environ, **setting, "MERGE_ORDER_CPU": "1" if cpu else "", "MERGE_ORDER_SHARE": "1" if share else ""}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        return {**setting, "error": _reason(done.stderr)}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        stdout, stderr = process.communicate(timeout=_LIMIT_S)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)  # the ranks, too
+        process.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        return {**setting, "error": f"no answer in {_LIMIT_S} s"}
+    lines = [line for line in stdout.splitlines() if line.startswith("{")]
+    if process.returncode or not lines:
+        return {**setting, "error": _reason(stderr)}
     return {**setting, **json.loads(lines[-1])}
 
 

@@ -254,9 +254,8 @@ def _header(evidence: Evidence) -> Header:
 def _detail(name: str, side: SideEvidence) -> str:
     """Whether ranks share a GPU, the layer spec, and the attention that ran."""
     ran = side.readings.get("attention.provenance", {}).get("actual_backend", Reading()).value
-    shared = f"{side.config.ranks_per_gpu} ranks on a GPU" if side.config.ranks_per_gpu > 1 else ""
     spec = f"{side.config.trainer_spec} spec" if name == "trainer" else ""
-    return ", ".join(filter(None, (shared, spec, str(ran) if ran else "")))
+    return ", ".join(filter(None, (side.config.sharing, spec, str(ran) if ran else "")))
 
 
 def _attribution(evidence: Evidence, book: ScoreBook, *, void: bool) -> AttributionInfo | None:

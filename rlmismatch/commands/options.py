@@ -111,12 +111,12 @@ _SIDES = [
         type=click.FloatRange(0.01, 0.95),
         default=0.4,
         show_default=True,
-        help="Share of a GPU for the rollout's weights and cache.",
+        help="Share of a GPU for the weights and cache of the rollout's ranks on it.",
     ),
     click.option(
         "--share-gpu",
         is_flag=True,
-        help="Ranks may outnumber the GPUs: TP4 on one, say. Between those of one GPU NCCL goes over sockets, not over NVLink; slow.",
+        help="Ranks may outnumber the GPUs: they go round them, TP4 on one, say. Between rounds NCCL takes the network or sockets; slow.",
     ),
     click.option(
         "--temperature",

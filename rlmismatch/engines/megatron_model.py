@@ -115,6 +115,17 @@ def have_transformer_engine() -> bool:
     return True
 
 
+def check_spec(config: SideConfig) -> None:
+    """Raises EnvironmentUnfitError if the TE spec is asked for and can not run here."""
+    if config.trainer_spec == "te" and (config.device != "cuda" or not have_transformer_engine()):
+        raise EnvironmentUnfitError(
+            "transformer-engine-not-usable",
+            "the trainer spec 'te' needs a CUDA device and a transformer_engine that imports",
+            where="trainer",
+            hint="use --trainer-spec local",
+        )
+
+
 def build_model(config: SideConfig, model: ModelConfig, cp: ContextParallel) -> Any:
     """A GPTModel in eval mode with weights not yet loaded, on this rank's device. parallel_state must be initialised.
 
@@ -124,13 +135,7 @@ def build_model(config: SideConfig, model: ModelConfig, cp: ContextParallel) -> 
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     te = config.trainer_spec == "te"
-    if te and (config.device != "cuda" or not have_transformer_engine()):
-        raise EnvironmentUnfitError(
-            "transformer-engine-not-usable",
-            "the trainer spec 'te' needs a CUDA device and a transformer_engine that imports",
-            where="trainer",
-            hint="use --trainer-spec local",
-        )
+    check_spec(config)
     transformer_config = _transformer_config(config, model)
     layer, final_norm = (_te_spec if te else _local_spec)(model)
     if cp.size > 1 and not te:
@@ -189,13 +194,17 @@ def no_batch_invariance(config: SideConfig) -> str:
     from transformer_engine.pytorch.attention.dot_product_attention.utils import FlashAttentionUtils
 
     if not (FlashAttentionUtils.is_installed or FlashAttentionUtils.v3_is_installed):
-        return "Megatron's batch-invariant mode takes Transformer Engine's FlashAttention, and flash-attn is not installed"
+        return "Megatron's batch-invariant mode takes Transformer Engine's FlashAttention: no flash-attn is installed that it would take"
     return ""
 
 
 @contextlib.contextmanager
 def official_modes(config: SideConfig) -> Iterator[None]:
-    """What Megatron's own trainer turns on beside its config for the deterministic and the batch-invariant mode, while it is open."""
+    """What Megatron's own trainer turns on beside its config for the deterministic and the batch-invariant mode, while it is open.
+
+    Raises EnvironmentUnfitError if the TE spec is asked for and can not run here.
+    """
+    check_spec(config)
     before = torch.are_deterministic_algorithms_enabled()
     if asked_flag(config, "deterministic_mode"):
         torch.use_deterministic_algorithms(True)

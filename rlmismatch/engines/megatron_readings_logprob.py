@@ -155,7 +155,9 @@ def _merge_order(engine: MegatronEngine, merge: Reading) -> Fields:
         "merge_order": read("global_vocab_shard_index", merge.source) if fixed else merge,
         "nccl_algo": from_environment("NCCL_ALGO"),
         "nccl_proto": from_environment("NCCL_PROTO"),
-        "topology": read(f"{engine.tp.size} ranks{engine.config.sharing}", "size of the live tensor-parallel group"),
+        "topology": read(
+            "; ".join(filter(None, (f"{engine.tp.size} ranks", engine.config.sharing))), "size of the live tensor-parallel group"
+        ),
     }
 
 

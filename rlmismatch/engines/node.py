@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 KILL_AFTER_S: Final = 3.0  # what a process is given to end by itself
+# vLLM's switches of the all-reduces that need a GPU a rank; the one without a switch is an option of its engine.
+_PEER_ALL_REDUCES: Final = ("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_ALLREDUCE_USE_FLASHINFER", "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -244,14 +246,14 @@ def _place(local_rank: int) -> tuple[int, dict[str, str]]:
     """The GPU of a rank where ranks outnumber them, and the environment that lets NCCL take it.
 
     NCCL refuses two ranks on one GPU of one host, so ranks that go once round the GPUs are one host to it, and the next round another:
-    between rounds collectives go over sockets.
+    between rounds collectives go over the network's transport. Every node is taken to have as many GPUs as this one.
     """
     import torch
 
-    turn, gpu = divmod(local_rank, torch.cuda.device_count())
+    turn, gpu = divmod(local_rank, max(1, torch.cuda.device_count()))  # none is the worker's to report
     # What NCCL takes for a host by itself, and the round.
     host = f"{socket.gethostname()}-{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}-{turn}"
-    return gpu, {"NCCL_HOSTID": host, "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}  # which needs a GPU a rank
+    return gpu, {"NCCL_HOSTID": host, **dict.fromkeys(_PEER_ALL_REDUCES, "0")}
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:

@@ -81,8 +81,8 @@ class SideConfig:
 
     @property
     def sharing(self) -> str:
-        """What to say beside the ranks of this side, where they have not each a GPU of its own."""
-        return f", {self.ranks_per_gpu} on a GPU" if self.ranks_per_gpu > 1 else ""
+        """What to say of this side's ranks where they have not each a GPU of its own."""
+        return f"up to {self.ranks_per_gpu} of {self.world_size} ranks on a GPU" if self.ranks_per_gpu > 1 else ""
 
     @property
     def layout(self) -> str:

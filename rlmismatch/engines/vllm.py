@@ -295,15 +295,7 @@ class VllmEngine:
 
         gc.freeze()  # vLLM collects garbage again and again while it starts: not among its own modules
         config, length = self.config, self._max_length
-        options: dict[str, Any] = {}
-        if config.device == "cuda":
-            options["gpu_memory_utilization"] = config.gpu_memory_fraction
-            # FlashAttention has no float32. Both keep their pages as the pin reads them.
-            options["attention_config"] = {"backend": "TRITON_ATTN" if config.dtype == "float32" else "FLASH_ATTN"}
-            if gemm_knobs.all_reduce_backend(config) in gemm_knobs.CUDA_BACKENDS:
-                options["disable_custom_all_reduce"] = gemm_knobs.all_reduce_backend(config) != "custom"
-            if config.ranks_per_gpu > 1:
-                options["disable_custom_all_reduce"] = True  # it would ask for a peer that is not there
+        options = cuda_options(config) if config.device == "cuda" else {}
         if config.knobs.get("attention.prefix_cache") is not None:
             options["enable_prefix_caching"] = config.knobs["attention.prefix_cache"] == "on"
         if "backend_fell_back" in self._plants:
@@ -391,3 +383,18 @@ def _all_reduce(x: torch.Tensor) -> torch.Tensor:
 
     out: torch.Tensor = tensor_model_parallel_all_reduce(x)
     return out
+
+
+def cuda_options(config: SideConfig) -> dict[str, Any]:
+    """What `LLM` is given on a GPU alone."""
+    options: dict[str, Any] = {
+        "gpu_memory_utilization": config.gpu_memory_fraction,
+        # FlashAttention has no float32. Both keep their pages as the pin reads them.
+        "attention_config": {"backend": "TRITON_ATTN" if config.dtype == "float32" else "FLASH_ATTN"},
+    }
+    backend = gemm_knobs.all_reduce_backend(config)
+    if config.ranks_per_gpu > 1:
+        options["disable_custom_all_reduce"] = True  # it would ask for a peer that is not there
+    elif backend in gemm_knobs.CUDA_BACKENDS:
+        options["disable_custom_all_reduce"] = backend != "custom"
+    return options

@@ -140,7 +140,9 @@ def _merge_order(site: Site, way: Way, merge: Reading) -> Fields:
         "merge_order": read("global_vocab_shard_index", "shards are gathered and joined in rank order") if fixed else merge,
         "nccl_algo": env("NCCL_ALGO"),
         "nccl_proto": env("NCCL_PROTO"),
-        "topology": read(f"{site.live.tp.size} ranks{site.config.sharing}", "size of the live tensor-parallel group"),
+        "topology": read(
+            "; ".join(filter(None, (f"{site.live.tp.size} ranks", site.config.sharing))), "size of the live tensor-parallel group"
+        ),
     }
 
 

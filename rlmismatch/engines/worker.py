@@ -186,11 +186,19 @@ def _require_engine(config: SideConfig) -> None:
         )
 
 
+def _too_few_hint(config: SideConfig) -> str:
+    """What to do where a rank has no GPU."""
+    if config.ranks_per_gpu > 1:
+        return f"the {config.side} sees fewer GPUs than the command itself: see CUDA_VISIBLE_DEVICES in its environment, or on this node"
+    return "lower TP; or --share-gpu lets ranks share the GPUs that are there; or --device cpu"
+
+
 def _memory_hint(config: SideConfig) -> str:
     """Whose memory it is that ran out, and the option that gives it back."""
     if config.side == "oracle":
         return "--oracle float32 needs half of it, --oracle off none"
-    return "--sides in-turn gives each side the whole GPU; or lower --gpu-memory-fraction, or use a larger TP"
+    more = "give each rank a GPU of its own" if config.ranks_per_gpu > 1 else "use a larger TP"
+    return f"--sides in-turn gives each side the whole GPU; or lower --gpu-memory-fraction, or {more}"
 
 
 def _load_engine(config: SideConfig, rank: int, local_rank: int) -> Engine:
@@ -218,7 +226,7 @@ def _serve(worker: WorkerConfig, channel: _Channel) -> NoReturn:
             raise EnvironmentUnfitError(
                 "too-few-devices",
                 f"rank {worker.rank} needs CUDA device {worker.local_rank}, this host shows {torch.cuda.device_count()}",
-                hint="lower TP; or --share-gpu puts every rank on the first GPU, or --device cpu on none",
+                hint=_too_few_hint(config),
             )
         torch.cuda.set_device(worker.local_rank)
     assert channel.store is not None

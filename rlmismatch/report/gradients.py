@@ -43,7 +43,7 @@ def _pairs(info: GradientInfo, verbose: bool) -> list[tuple[str, str]]:
             f"relative L2 {number(info.relative_l2)}, 1 - cosine {number(one_minus)}, max {number(info.max_abs)},"
             f" {of(info.unequal, info.elements)} elements unequal",
         ),
-        ("pinned gradient", f"sha256 {info.digest[:16]}: the same at every TP, with SP or without, of these sequences"),
+        ("pinned gradient", f"sha256 {info.digest[:16]}: the same at every TP up to 8, with SP or without, of these sequences"),
     ]
     return [*out, ("pinned backward", "; ".join(info.composition))] if verbose else out
 

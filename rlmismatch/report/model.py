@@ -176,7 +176,7 @@ class GradientInfo:
     players: tuple[GradientPlayer, ...] = ()
     rows: tuple[GradientRow, ...] = ()  # the worst first
     composition: tuple[str, ...] = ()  # what the pinned backward consists of
-    digest: str = ""  # over the digests of all parameters: the same at every TP, with SP or without
+    digest: str = ""  # over the digests of all parameters: the same at every TP up to 8, with SP or without
     why: str = ""  # why there is no pinned gradient
 
 

@@ -61,6 +61,7 @@ REFUSED = (  # (what is wrong, SideConfig fields)
     ("context-parallel-does-not-fit", {"cp": 2, "cp_comm_type": "p2p"}),
     ("checkpoint-does-not-fit-tp", {"tp": 3}),
     ("transformer-engine-not-usable", {"trainer_spec": "te"}),
+    ("transformer-engine-not-usable", {"trainer_spec": "te", "knobs": {"gemm.batch_invariant": "on"}}),
 )
 FORWARD = ("forward",)
 

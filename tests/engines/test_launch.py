@@ -217,9 +217,10 @@ def test_the_world_under_torchrun() -> None:
 def test_ranks_that_outnumber_the_gpus_go_round_them_as_hosts_of_their_own_to_nccl(
     node: Node, python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int
 ) -> None:
-    """What the person sets stays."""
+    """What the person sets for a side stays."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    names = ("LOCAL_RANK", "NCCL_HOSTID", "VLLM_ALLREDUCE_USE_SYMM_MEM")
+    peers = ("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_ALLREDUCE_USE_FLASHINFER", "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC")
+    names = ("LOCAL_RANK", "NCCL_HOSTID", *peers)
     tell = f"seen = [config['local_rank'], *(os.environ.get(n) for n in {names})]"
     behaviour = f"{tell}\npathlib.Path({str(tmp_path)!r}, config['config']['side'] + str(rank)).write_text(json.dumps(seen))"
     env: Mapping[SideName, dict[str, str]] = {"rollout": {}, "trainer": {"NCCL_HOSTID": "mine"}}
@@ -233,5 +234,5 @@ def test_ranks_that_outnumber_the_gpus_go_round_them_as_hosts_of_their_own_to_nc
     assert [place[0] for place in places] == [int(place[1]) for place in places] == [rank % gpus for rank in range(4)]
     assert [place[2].rsplit("-", 1)[1] for place in places] == [str(rank // gpus) for rank in range(4)]
     assert len({place[2].rsplit("-", 1)[0] for place in places}) == 1  # NCCL's own word for this host
-    assert {place[3] for place in places} == {"0"}
+    assert {switch for place in places for switch in place[3:]} == {"0"}
     assert json.loads((tmp_path / "trainer3").read_text())[2] == "mine"

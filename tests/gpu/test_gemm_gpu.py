@@ -126,7 +126,8 @@ def test_many_rows_without_a_bias_take_the_ring(randn: Randn, monkeypatch: pytes
 
     x, weight = randn(256, 4096), randn(520, 4096)
     biased = gemm.linear(x, weight, torch.zeros(520, dtype=BF16, device="cuda"), impl="triton")
-    monkeypatch.setattr(kernel, "_by_descriptor", lambda *a, **k: pytest.fail("through the descriptor kernel"))
+    for way in ("_by_descriptor", "_by_pointer"):
+        monkeypatch.setattr(kernel, way, lambda *a, **k: pytest.fail("not through the ring"))
     assert torch.equal(gemm.linear(x, weight, impl="triton"), biased)
     gemm.grad_input(x, randn(4096, 520), impl="triton")
 
@@ -134,7 +135,8 @@ def test_many_rows_without_a_bias_take_the_ring(randn: Randn, monkeypatch: pytes
 def test_a_row_parallel_sum_of_many_rows_takes_the_ring(randn: Randn, monkeypatch: pytest.MonkeyPatch) -> None:
     from rlmismatch.kernels.gemm import triton as kernel
 
-    monkeypatch.setattr(kernel, "_by_descriptor", lambda *a, **k: pytest.fail("through the descriptor kernel"))
+    for way in ("_by_descriptor", "_by_pointer"):
+        monkeypatch.setattr(kernel, way, lambda *a, **k: pytest.fail("not through the ring"))
     x, weight = randn(256, 4096), randn(520, 4096)
     gemm.row_linear(x, weight, impl="triton")
     gemm.row_partial(x, weight, k_total=8192, impl="triton")

@@ -1,7 +1,7 @@
 """The trainer's gradients on GPUs, local spec, Triton kernels: what tests/gradients shows on the CPU.
 
 Chain: the pinned gradient repeats itself and is near the float64 reference's -> it is the same at TP1, TP2, TP2+SP, TP4 and TP4+SP.
-Where ranks outnumber the GPUs they share them, as --share-gpu has it.
+Where ranks outnumber the GPUs they share them, each a host of its own to NCCL.
 """
 
 from __future__ import annotations

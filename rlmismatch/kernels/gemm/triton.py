@@ -8,6 +8,7 @@ other dtype, stride, device and in the interpreter.
 import functools
 import importlib
 import math
+from typing import Any
 
 import torch
 import triton
@@ -50,8 +51,7 @@ def _product(x: torch.Tensor, w_QK: torch.Tensor, bias_Q: torch.Tensor | None, *
     tile = descriptor_tile(P, Q, chunks)
     loadable = not INTERPRETED.value and _has_tma() and _loadable(x_PK) and _loadable(w_QK) and Q * out_dtype.itemsize % 16 == 0
     ringed = loadable and x_PK.stride(1) == 1 and (chunks > 1 or (bias_Q is None and out_dtype == x.dtype))
-    if ringed and (at := ring(P, Q, K // chunks, chunks)) is not None:
-        hopper = importlib.import_module("rlmismatch.kernels.gemm.triton_hopper")  # Gluon is not in every Triton
+    if ringed and (at := ring(P, Q, K // chunks, chunks)) is not None and (hopper := _hopper()) is not None:
         how = {"chunks": chunks, "out_dtype": out_dtype}
         out_PQ: torch.Tensor = hopper.joined(x_PK, w_QK, ring=at, **how) if chunks > 1 else hopper.one_sum(x_PK, w_QK, ring=at)
         return out_PQ.view(*x.shape[:-1], Q)
@@ -66,6 +66,15 @@ def _product(x: torch.Tensor, w_QK: torch.Tensor, bias_Q: torch.Tensor | None, *
 def _has_tma() -> bool:
     target = driver.active.get_current_target()
     return target.backend == "cuda" and target.arch == 90
+
+
+@functools.cache
+def _hopper() -> Any:
+    """The module `triton_hopper`; None where this Triton has not the Gluon that it is written in: the other kernels give its bits."""
+    try:
+        return importlib.import_module("rlmismatch.kernels.gemm.triton_hopper")
+    except (ImportError, AttributeError):
+        return None
 
 
 def _loadable(x_RK: torch.Tensor) -> bool:
