@@ -33,6 +33,7 @@ exec(os.environ["BEHAVIOUR"])
 """
 ECHO = "for line in requests: say({'done': {'heard': json.loads(line)['op']}})"
 IDLE = "time.sleep(60)"
+UP = "[time.sleep(0.01) for _ in iter(lambda: pathlib.Path('{}').exists(), True)]"  # once another worker says that it is there
 PEER_LOST = {"error": EngineError("engine-failed", "connection closed by peer").to_json()}
 
 
@@ -93,9 +94,11 @@ def test_a_silent_side_is_a_time_out_that_names_it_and_its_log(node: Node, pytho
     assert error.where.endswith("logs/rollout-rank0.log")
 
 
-def test_a_kill_is_named_with_rank_and_signal_whoever_reports_first(node: Node, python: str) -> None:
-    rank_0 = f"say({PEER_LOST}); {IDLE}"  # before the kill is seen
-    error = failure(node, launch(python, f"if rank: time.sleep(0.2); os.kill(os.getpid(), 9)\nelse: {rank_0}", tp=2))
+def test_a_kill_is_named_with_rank_and_signal_whoever_reports_first(node: Node, python: str, tmp_path: Path) -> None:
+    up = UP.format(tmp_path / "up")
+    rank_0 = f"{up}; say({PEER_LOST}); {IDLE}"  # before the kill is seen
+    rank_1 = f"pathlib.Path({str(tmp_path / 'up')!r}).touch(); time.sleep(0.2); os.kill(os.getpid(), 9)"
+    error = failure(node, launch(python, f"if rank: {rank_1}\nelse: {rank_0}", tp=2))
     assert (error.slug, error.what) == ("worker-killed", "trainer rank 1 was killed by SIGKILL")
 
 
@@ -105,10 +108,12 @@ def test_a_bare_exit_is_named_with_its_code_and_the_end_of_its_log(node: Node, p
     assert error.details == tuple(map(str, range(8, 20)))
 
 
-def test_a_refusal_of_any_rank_comes_before_what_it_does_to_the_others(node: Node, python: str) -> None:
+def test_a_refusal_of_any_rank_comes_before_what_it_does_to_the_others(node: Node, python: str, tmp_path: Path) -> None:
+    """The others end once rank 0 is there, a moment before it speaks."""
     refusal = EnvironmentUnfitError("engine-not-installed", "no vllm here", where="rollout", hint="pip install it")
-    rank_0 = f"time.sleep(0.3); say({{'error': {refusal.to_json()}}}); os._exit(1)"
-    error = failure(node, launch(python, f"if rank: os._exit(1)\nelse: {rank_0}", side="rollout", tp=2), launch(python, "os._exit(1)"))
+    rank_0 = f"pathlib.Path({str(tmp_path / 'up')!r}).touch(); time.sleep(0.2); say({{'error': {refusal.to_json()}}}); os._exit(1)"
+    other = f"{UP.format(tmp_path / 'up')}; os._exit(1)"
+    error = failure(node, launch(python, f"if rank: {other}\nelse: {rank_0}", side="rollout", tp=2), launch(python, other))
     assert error.to_json() == refusal.to_json()
 
 
