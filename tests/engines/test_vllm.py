@@ -3,6 +3,7 @@
 Chain: in float32 the scores of every path equal the float64 oracle's on every architecture -> weights, RoPE, cache and positions are read
 right -> with every op pinned prefill, chunked prefill and decode give one score bit for bit, at TP1 and at TP2, in any batch. Native bits
 return after every arm, so arms may be compared with each other.
+A little over 400 lines, because every test reads the runs of this one file, which start each engine once.
 """
 
 from __future__ import annotations

@@ -190,6 +190,18 @@ def test_every_shape_has_one_tile_that_fits_the_card() -> None:
                 assert 2 * tile.stages * (tile.m + tile.n + tile.extra) * tile.k < 227 * 1024
 
 
+@pytest.mark.parametrize("error", [ImportError, AttributeError])
+def test_a_triton_without_this_gluon_has_no_ring(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    """Then the descriptor kernel computes what the ring would; a test on the GPU holds that they have the same bits."""
+    from rlmismatch.kernels.gemm import triton as kernel
+
+    def missing(name: str) -> None:
+        raise error(name)
+
+    monkeypatch.setattr(kernel.importlib, "import_module", missing)
+    assert kernel._hopper.__wrapped__() is None
+
+
 def test_many_rows_have_one_ring_that_fits_the_card() -> None:
     for rows in (65, 256, 257, 512, 100_000):
         for columns in (8, 1024, 4096, 6144, 151936):

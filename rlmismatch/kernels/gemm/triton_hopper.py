@@ -49,6 +49,18 @@ def _next(slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _barriers(STAGES: gl.constexpr, GROUPS: gl.constexpr):
+    """Of every slot of the ring: that it is full, and that all groups have emptied it."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
+    fence_async_shared()
+    return full, empty
+
+
+@gluon.jit
 def _produce(
     a_desc, b_desc, extra_desc, a_smem, b_smem, extra_smem, full, empty, tiles_p, tiles_q, steps, P,
     GROUPS: gl.constexpr, BLOCK_Q: gl.constexpr, EXTRA_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
@@ -177,12 +189,7 @@ def _chunks_hopper_kernel(
     kept_dtype: gl.constexpr = gl.float32 if COUNT == 8 else out_desc.dtype
     kept_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=kept_dtype.primitive_bitwidth, rank=2)
     kept_smem = gl.allocate_shared_memory(kept_dtype, [GROUPS, 64, BLOCK_Q], kept_layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=GROUPS)
-    fence_async_shared()
+    full, empty = _barriers(STAGES, GROUPS)
     if GROUPS == 2:
         gl.warp_specialize([
             (_consume, (out_desc, a_smem, b_smem, kept_smem, full, empty, tiles_p, tiles_q, steps, P,
@@ -291,12 +298,7 @@ def _one_sum_hopper_kernel(
     else:
         extra_smem = b_smem
         out_extra_smem = out_smem
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=GROUPS)
-    fence_async_shared()
+    full, empty = _barriers(STAGES, GROUPS)
     if GROUPS == 2:
         gl.warp_specialize([
             (_consume_one, (out_desc, out_extra_desc, a_smem, b_smem, extra_smem, out_smem, out_extra_smem, full, empty,
