@@ -5,9 +5,9 @@
     python tools/merge_order.py --nproc 4 --cpu         gloo, which has one algorithm: proves the script, not the claim
 
 Prints one JSON object a setting: digests of the log-probs by all-reduced partials and by the fixed merge, of row-parallel bf16 sums by
-all-reduce and in rank order, at decode and at training row counts, and the largest error of each against float64. Exit 0 if each fixed
-way gave one set of bits everywhere and every run of a setting repeated itself, 1 if not. At most two ranks make one addition, which has
-no order: no digest can move there.
+all-reduce and in rank order, at decode and at training row counts, and the largest error of each against float64. Exit 0 if every
+setting ran, each fixed way gave one set of bits in all of them and every run of a setting repeated itself, 1 if not. At most two ranks
+make one addition, which has no order: no digest can move there.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> int:
     for way, sets in bits.items():
         print(f"{way}: {sets} {'set' if sets == 1 else 'sets'} of bits")
     fixed = all(sets == 1 for way, sets in bits.items() if way.startswith("fixed"))
-    return 0 if ran and fixed and all(way["repeats"] for sums in ran for way in sums.values()) else 1
+    return 0 if ran and len(ran) == len(results) and fixed and all(way["repeats"] for sums in ran for way in sums.values()) else 1
 
 
 def _run(nproc: int, setting: dict[str, str], *, cpu: bool, share: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import subprocess
@@ -86,3 +87,18 @@ def test_the_script_runs_each_setting_in_processes_of_its_own() -> None:
     assert all(way["max_error"] <= 2**-6 for name, way in sums.items() if "rows" in name)
     assert sums["all-reduced rows, decode"]["digest"] == sums["fixed order of rows, decode"]["digest"]
     assert "1 of 1 settings ran" in done.stdout
+
+
+def test_a_setting_that_did_not_run_is_no_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = importlib.util.spec_from_file_location("merge_order", SCRIPT)
+    assert spec
+    assert spec.loader
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    fine = {"sums": {"fixed merge": {"digest": "a", "repeats": True}}}
+    monkeypatch.setattr(sys, "argv", ["merge_order.py", "--nproc", "4"])
+    for answers, code in (([fine] * 6, 0), ([fine] * 5 + [{"error": "no answer in 120 s"}], 1), ([{"error": "refused"}] * 6, 1)):
+        given = iter(answers)
+        monkeypatch.setattr(script, "_run", lambda *_, given=given, **__: next(given))
+        assert script.main() == code
+    assert "5 of 6 settings ran" in capsys.readouterr().out
