@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.cli_runs import MASK, QUICK, ROOT, TINY, TP2, Done, command, gone, run, run_argv, selected, side_by_side, wait_for, worker
 
-PROBE = ("--ckpt", TINY, *MASK, *QUICK, "--repeat", "12")  # repeats keep the engines busy while something is done to them
+# No run here gets to its end. Repeats keep both engines busy until something is done to one of them, however late the other one starts.
+PROBE = ("--ckpt", TINY, *MASK, *QUICK, "--repeat", "200")
 HANG_S = 60  # more than an engine takes to load, on a busy machine too
 
 
