@@ -27,6 +27,9 @@ NAMES: Final = ("te", "flash_attn", "flashinfer", "sdpa")
 COMPILED: Final = ("flashinfer",)  # when first called on a machine, for each head size and form: minutes
 FACTS: Final = ("repeats", "batch_invariant", "largest_error", "mean_error", "mean_size")
 _CHUNK: Final = 16  # rows of a chunk
+# Of FlashInfer, by the static assertions of its Hopper kernels; vLLM's FlashInfer backend has the same list. Each call with
+# another head size would compile for a while, fail, and do it again at the next call.
+_FLASHINFER_HEADS: Final = (64, 128, 256)
 PAGE: Final = 16  # tokens; FlashAttention's own package wants 256
 _BATCH: Final = 3
 # Of a library's call; the last two where it compiles or loads something only then.
@@ -122,6 +125,8 @@ def _flashinfer(device: torch.device) -> Candidate:
     def attend(form: Form, given: Sequence[Operands]) -> list[torch.Tensor]:
         rows, keys = len(given[0].q_THD), len(given[0].k_THD)
         (heads, dim), kv_heads = given[0].q_THD.shape[1:], given[0].k_THD.shape[1]
+        if dim not in _FLASHINFER_HEADS:
+            raise ValueError(f"no kernel for heads of {dim}; it has {', '.join(map(str, _FLASHINFER_HEADS))}")
         q = torch.cat([x.q_THD for x in given])
         starts = {n: torch.arange(len(given) + 1, dtype=torch.int32, device=device) * n for n in (rows, keys)}
         asked: dict[str, Any] = {"causal": True, "sm_scale": given[0].scale, "q_data_type": q.dtype}

@@ -118,7 +118,7 @@ def _native_grad(
     """float32 [N, V of this rank]: gradient of sum(w * logp) by Megatron's own loss, padding masked, from float32 logits."""
     shard = engine.shard
     own_NV = logits_NV[:, shard.start : shard.start + shard.width].float()
-    own_NV[:, shard.real_width :] = -torch.inf
+    own_NV[:, shard.real_width :] = torch.finfo(own_NV.dtype).min  # as megatron_logprob does, and for its reason
     leaf_N1V = own_NV[:, None].detach().requires_grad_()
     with torch.enable_grad(), megatron_model.fused_loss(engine.gpt.config, fusion):
         loss_1N = engine.gpt.compute_language_model_loss(

@@ -124,9 +124,23 @@ def native_loss(
     if settings.way == FIXED_MERGE:
         return -merged_logprob(logits_SV, labels_S, counted, chain=settings.chain, shard=shard, impl=impl)[None]
     prepared_SV = _prepared(logits_SV, settings, shard)
+    if settings.way == NATIVE_WAY and settings.fusion == "te":
+        return _finite_loss(native, labels_BS, prepared_SV)
     if settings.way == NATIVE_WAY:
         return native(labels_BS, prepared_SV[:, None])
     return -_joined(prepared_SV.float(), labels_S, counted, settings.way, shard)[None]
+
+
+def _finite_loss(
+    native: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], labels_BS: torch.Tensor, prepared_SV: torch.Tensor
+) -> torch.Tensor:
+    """Transformer Engine's loss, which is NaN on a rank that sees -inf alone: padding, or tokens that a transform cut off.
+
+    It is given the lowest finite number, whose exp() below any logit is the same 0; a label that was cut off is inf again afterwards.
+    """
+    lowest = torch.finfo(prepared_SV.dtype).min
+    loss_BS = native(labels_BS, prepared_SV.clamp_(min=lowest)[:, None])
+    return loss_BS.masked_fill(loss_BS > -lowest / 2, torch.inf)
 
 
 def _joined(prepared_SV: torch.Tensor, labels_S: torch.Tensor, counted: int, way: Way, shard: VocabShard) -> torch.Tensor:

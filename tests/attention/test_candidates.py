@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -43,6 +46,20 @@ def test_what_compiles_for_minutes_is_tried_where_backends_are_to_be_tried() -> 
     assert "rlmismatch attention" in attention_knobs.candidate_facts(side())["flashinfer"]
     for config in (replace(side(), try_backends=True), side(backend_candidate="flashinfer")):
         assert attention_knobs.candidate_facts(config)["flashinfer"] == "not run: FlashInfer needs a GPU"
+
+
+def test_flashinfer_is_not_asked_for_a_head_size_that_it_would_compile_for_in_vain(
+    given: Operands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("flashinfer")  # without a single function, as nothing may be called
+    module.__spec__ = ModuleSpec("flashinfer", loader=None)
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    narrow = replace(given, q_THD=given.q_THD[..., :32], k_THD=given.k_THD[..., :32], v_THD=given.v_THD[..., :32])
+    tensors, notes = candidates.measure([candidates.find("flashinfer", torch.device("cuda"))], {"narrow": narrow})
+    assert tensors == {}
+    assert notes == [
+        f"backend candidate flashinfer, {form}, narrow: ValueError: no kernel for heads of 32; it has 64, 128, 256" for form in FORMS
+    ]
 
 
 def test_sdpa_is_measured_in_every_form_that_it_has(given: Operands) -> None:

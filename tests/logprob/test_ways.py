@@ -14,7 +14,7 @@ from rlmismatch.kernels import logprob
 from rlmismatch.pins import logprob_ways
 from rlmismatch.pins.collectives import TpGroup
 from rlmismatch.pins.logprob_ways import Accum, Downcast, Gather, Reduce, Tiling, Way
-from rlmismatch.pins.megatron_logprob import VocabShard, merged_logprob
+from rlmismatch.pins.megatron_logprob import LossSettings, VocabShard, merged_logprob, native_loss
 from rlmismatch.transforms import Chain, Step
 from tests.logprob.gloo import on_ranks
 
@@ -23,6 +23,7 @@ WAYS = [Way(reduce=r, gather=g, accum=a, downcast=d) for r, g, a, d in itertools
 FP32_NATS = 3e-6
 BF16_NATS = 3e-2
 TEMPERATURE = Chain(steps=(Step(name="temperature", value=0.7),))
+TOP = Chain(steps=(Step(name="top_k", value=500),))
 
 
 def operands() -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,6 +69,31 @@ def run_pin(tp: TpGroup, padded: int) -> torch.Tensor:
     return merged_logprob(own, targets, VOCAB, chain=TEMPERATURE, shard=shard, impl="reference")
 
 
+def run_te(tp: TpGroup) -> dict[Any, torch.Tensor]:
+    """What Transformer Engine 2.11's loss computes, padding and cut-off tokens masked: as it is, and as the trainer calls it."""
+    logits, targets = operands()
+    shard = VocabShard(tp=tp, vocab_size=VOCAB, padded_vocab_size=1536)  # the last rank holds padding alone
+    own = torch.nn.functional.pad(logits, (0, 1536 - VOCAB))[:, shard.start : shard.start + shard.width]
+
+    def loss(labels: torch.Tensor, logits_SBV: torch.Tensor) -> torch.Tensor:
+        x, local = logits_SBV[:, 0], labels[0] - shard.start
+        inside = (local >= 0) & (local < shard.width)
+        label = x.gather(1, local.where(inside, 0)[:, None])[:, 0].where(inside, -torch.inf)
+        top = x.amax(dim=1)
+        tops, sums, found = (torch.stack(tp.gathered(t)) for t in (top, (x - top[:, None]).exp().sum(dim=1), label))
+        total = (sums * (tops - tops.amax(dim=0)).exp()).sum(dim=0)
+        return -(found.amax(dim=0) - tops.amax(dim=0) - total.log())[None]
+
+    raw = own.clone()
+    raw[:, shard.real_width :] = -torch.inf
+    chains = {"mask": Chain(), "top_k": TOP}
+    out: dict[Any, torch.Tensor] = {"raw": -loss(targets[None], raw[:, None])[0]}
+    for name, chain in chains.items():
+        settings = LossSettings(padding="mask", chain=chain, fusion="te")
+        out[name] = -native_loss(loss, targets[None], own[:, None], settings=settings, shard=shard, impl="reference")[0]
+    return out
+
+
 # (ranks, padded vocabulary): the trainer pads to 128 x TP, the rollout to 64 x TP.
 MAPS = ((1, 1024), (2, 1024), (4, 1024), (4, 1536), (2, 1280))
 
@@ -80,7 +106,7 @@ def run_all(tp: TpGroup) -> dict[str, dict[Any, torch.Tensor]]:
         if tp.rank < size:
             group = {1: None, 2: pair, 4: tp.group}[size]
             pins[size, padded] = run_pin(TpGroup(group=group, size=size, rank=tp.rank), padded)
-    return {"ways": run_ways(tp), "linear": run_linear(tp), "pins": pins}
+    return {"ways": run_ways(tp), "linear": run_linear(tp), "pins": pins, "te": run_te(tp)}
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +152,18 @@ def test_a_nan_is_never_scored() -> None:
 def test_a_shard_of_padding_alone_adds_nothing_to_a_fused_linear_loss() -> None:
     maxima, sums, logits = logprob_ways._online(torch.ones(2, 4), torch.ones(0, 4), torch.zeros(2, dtype=torch.long), Chain(), 8)
     assert (maxima.tolist(), sums.tolist(), logits.tolist()) == ([-torch.inf] * 2, [0.0] * 2, [0.0] * 2)
+
+
+def test_transformer_engines_loss_is_a_number_where_a_shard_holds_no_token(ranks: list[dict[str, dict[Any, torch.Tensor]]]) -> None:
+    logits, targets = operands()
+    kept = exact(TOP.apply(logits), targets)
+    cut = kept == -torch.inf
+    assert 0 < int(cut.sum()) < ROWS
+    for te in (rank["te"] for rank in ranks):
+        assert te["raw"].isnan().all()  # or nothing below is shown
+        assert (te["mask"].double() - exact(logits, targets)).abs().max() <= FP32_NATS
+        assert torch.equal(te["top_k"] == -torch.inf, cut)
+        assert (te["top_k"].double() - kept)[~cut].abs().max() <= FP32_NATS
 
 
 @pytest.mark.parametrize("target", [-100, 10_000])
