@@ -24,7 +24,7 @@ pytestmark = [
 
 Randn = Callable[..., torch.Tensor]
 BF16 = torch.bfloat16
-ROWS = (1, 2, 16, 17, 64, 65, 128, 256, 257, 513, 1024)
+ROWS = (1, 2, 16, 17, 32, 33, 63, 64, 65, 128, 256, 257, 513, 1024)
 # (K, N): qkv, gate_up and o, down of the two models, and the head
 COLUMN_SHAPES = [(1024, 4096), (1024, 6144), (4096, 6144), (4096, 24576), (4096, 151936)]
 ROW_SHAPES = [(2048, 1024), (3072, 1024), (4096, 4096), (12288, 4096)]
@@ -69,7 +69,7 @@ def test_every_tile_has_the_bits_of_the_simplest_kernel(
     monkeypatch.setattr(kernel, "descriptor_tile", lambda *_: tile)
     monkeypatch.setattr(kernel, "ring", lambda *_: None)
     monkeypatch.setattr(kernel, "_by_descriptor", lambda *a, **k: launched.append(k["tile"]) or by_descriptor(*a, **k))
-    for rows, columns in ((1, 520), (300, 1048), (1000, 136)):
+    for rows, columns in ((1, 520), (17, 1048), (33, 136), (49, 520), (300, 1048), (1000, 136)):  # rows that end within a block, too
         x, weight, bias = randn(rows, 4096, dtype=dtype), randn(columns, 4096, dtype=dtype), randn(columns, dtype=dtype)
         if tile.count == 1:
             assert torch.equal(gemm.linear(x, weight, bias, impl="triton"), _simplest(x, weight, monkeypatch, bias=bias))

@@ -7,7 +7,9 @@ tests/gpu proves again for every tile below.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
+T = TypeVar("T")
 PROGRAMS = 132  # of a persistent launch: the multiprocessors of an H100 or H200 SXM
 GROUP = 8  # row tiles that share one column tile's operand in L2
 
@@ -21,7 +23,7 @@ class Tile:
     k: int
     warps: int
     stages: int
-    extra: int = 0  # a second, narrower block of columns: widths between two powers of two
+    extra: int = 0  # a second block of columns, or of rows where they are swapped: widths between two powers of two
     swapped: bool = False  # the weight's rows are the tile's rows: a tensor core takes no fewer than 64 of them
     count: int = 1  # chunks of a row-parallel sum that one program computes and joins
 
@@ -46,11 +48,20 @@ class _Wave:
 INTERPRETER = Tile(m=64, n=128, k=128, warps=4, stages=1)  # never another: there BLAS multiplies, and promises nothing about its order
 
 _FEW_ROWS = Tile(m=64, n=16, k=256, warps=4, stages=5, swapped=True)
-# (columns that fill the card once, tile) for 17 to 64 rows, where reading the weight is all there is to do
+_FEW_SWAPPED = Tile(m=64, n=32, k=256, warps=4, stages=4, swapped=True)
+# (columns that fill the card once, (largest M, tile)) for 17 to 64 rows, where reading the weight is all there is to do. Tiles that
+# are not swapped load 64 rows, and what reaches far beyond the last one is slow.
 _DECODE = (
-    (32 * PROGRAMS, Tile(m=64, n=32, k=256, warps=4, stages=4)),
-    (64 * PROGRAMS, Tile(m=64, n=64, k=128, warps=4, stages=6)),
-    (None, Tile(m=64, n=128, extra=64, k=128, warps=4, stages=3)),
+    (32 * PROGRAMS, ((55, _FEW_SWAPPED), (64, Tile(m=64, n=32, k=256, warps=4, stages=4)))),
+    (
+        64 * PROGRAMS,
+        (
+            (32, _FEW_SWAPPED),
+            (47, Tile(m=64, n=32, extra=32, k=128, warps=4, stages=6, swapped=True)),
+            (64, Tile(m=64, n=64, k=128, warps=4, stages=6)),
+        ),
+    ),
+    (None, ((32, _FEW_SWAPPED), (64, Tile(m=64, n=128, extra=64, k=128, warps=4, stages=3)))),
 )
 _MANY_ROWS = (
     _Wave(tile=Tile(m=64, n=128, k=128, warps=4, stages=4), cost=3.5),
@@ -61,6 +72,7 @@ _MANY_ROWS = (
 # (largest M, tile) of a row-parallel sum of few rows
 _CHUNKED = (
     (16, Tile(m=64, n=16, k=256, warps=4, stages=4, swapped=True, count=8)),
+    (32, Tile(m=64, n=32, k=128, warps=4, stages=5, swapped=True, count=4)),
     (None, Tile(m=64, n=64, k=128, warps=4, stages=5, count=4)),
 )
 _RING_K = 64
@@ -89,7 +101,9 @@ _POINTER = {
     ),
 }
 
-DESCRIPTOR_TILES = (_FEW_ROWS, *(t for _, t in _DECODE), *(w.tile for w in _MANY_ROWS), *(t for _, t in _CHUNKED))
+DESCRIPTOR_TILES = tuple(
+    dict.fromkeys((_FEW_ROWS, *(t for _, tiles in _DECODE for _, t in tiles), *(w.tile for w in _MANY_ROWS), *(t for _, t in _CHUNKED)))
+)
 RINGS = tuple(ring for ring, _ in _RINGS)
 RINGS_OF_ONE = tuple(ring for ring, _ in _RINGS_OF_ONE)
 
@@ -100,8 +114,8 @@ def descriptor_tile(rows: int, columns: int, chunks: int) -> Tile:
         return _up_to(rows, _CHUNKED)
     if rows <= 16:
         return _FEW_ROWS
-    if rows <= 64:
-        return _up_to(columns, _DECODE)
+    if rows <= _FEW:
+        return _up_to(rows, _up_to(columns, _DECODE))
     return min(_MANY_ROWS, key=lambda w: -(-_tiles(w.tile, rows, columns) // PROGRAMS) * w.cost).tile
 
 
@@ -129,5 +143,5 @@ def _tiles(tile: Tile, rows: int, columns: int) -> int:
     return -(-rows // tile.m) * -(-columns // (tile.n + tile.extra))
 
 
-def _up_to(size: int, table: tuple[tuple[int | None, Tile], ...]) -> Tile:
-    return next(tile for most, tile in table if most is None or size <= most)
+def _up_to(size: int, table: tuple[tuple[int | None, T], ...]) -> T:
+    return next(found for most, found in table if most is None or size <= most)

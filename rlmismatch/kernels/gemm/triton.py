@@ -122,7 +122,7 @@ def _by_descriptor(
         b_desc,
         _descriptor(b, tile.extra, tile.k)[0] if tile.extra else None,
         out_desc(*block),
-        out_desc(tile.m, tile.extra) if tile.extra else None,
+        out_desc(*((tile.extra, tile.m) if tile.swapped else (tile.m, tile.extra))) if tile.extra else None,
         bias_Q,
         a.shape[0],
         b.shape[0],
@@ -221,6 +221,10 @@ def _descriptor_kernel(
     for program in tl.range(tl.program_id(0), tiles * groups, tl.num_programs(0)):
         group = program // tiles
         p, q = _tile_origin(program % tiles, P, Q, BLOCK_P, BLOCK_Q + EXTRA_Q, GROUP)
+        extra_q = q + BLOCK_Q
+        if SWAPPED:  # few rows are Q: the last block overlaps the one before, for a load that reaches beyond the edge is slow
+            q = tl.maximum(tl.minimum(q, Q - BLOCK_Q), 0)
+            extra_q = tl.maximum(tl.minimum(extra_q, Q - EXTRA_Q), 0)
         acc = tl.zeros((BLOCK_P, BLOCK_Q), dtype=tl.float32)
         one, two, four = acc, acc, acc  # sums of one, two and four chunks that wait for their right neighbour
         if COUNT > 1:  # one loop over all chunks keeps the loads going
@@ -237,8 +241,8 @@ def _descriptor_kernel(
                 k = group * width + step * BLOCK_K
                 a = _block(a_desc, p, k, A_TURNED)
                 acc = tl.dot(a, _block(b_desc, q, k, B_TURNED).T, acc)
-                extra = tl.dot(a, _block(extra_desc, q + BLOCK_Q, k, B_TURNED).T, extra)
-            _finish(out_extra_desc, extra, bias_ptr, group, p, q + BLOCK_Q, P, Q, SWAPPED, 1, BLOCK_P, EXTRA_Q)
+                extra = tl.dot(a, _block(extra_desc, extra_q, k, B_TURNED).T, extra)
+            _finish(out_extra_desc, extra, bias_ptr, group, p, extra_q, P, Q, SWAPPED, 1, BLOCK_P, EXTRA_Q)
         else:
             for step in range(steps):
                 k = group * width + step * BLOCK_K
