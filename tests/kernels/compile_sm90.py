@@ -56,7 +56,18 @@ def _compile_instead_of_launching() -> None:
 def main() -> None:
     _compile_instead_of_launching()
     weight = torch.zeros(512, 1024, dtype=BF16)
-    for rows, columns in ((1, 512), (17, 512), (40, 6144), (64, 512), (64, 6144), (64, 24576), (256, 4096), (256, 6144), (256, 24576), (1024, 4096)):
+    for rows, columns in (
+        (1, 512),
+        (17, 512),
+        (40, 6144),
+        (64, 512),
+        (64, 6144),
+        (64, 24576),
+        (256, 4096),
+        (256, 6144),
+        (256, 24576),
+        (1024, 4096),
+    ):
         gemm.linear(torch.zeros(rows, 1024, dtype=BF16), torch.zeros(columns, 1024, dtype=BF16), torch.zeros(columns), out_dtype=BF16)
     gemm.linear(torch.zeros(1024, 1024, dtype=BF16), torch.zeros(4096, 1024, dtype=BF16), None, out_dtype=torch.float32)
     for rows, columns in ((256, 4096), (256, 6144), (1024, 4096), (1024, 24576)):  # each tile of `one_sum`
