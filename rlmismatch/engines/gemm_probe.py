@@ -176,18 +176,22 @@ def alone(pairs: Mapping[str, Seq[tuple[torch.Tensor, torch.Tensor]]]) -> dict[s
     return out
 
 
-# A product's columns are shared out over the ranks; a sum is whole on every rank, and this one's stands.
+# A product's columns are shared out over the ranks; a sum is whole on every rank, and the worst rank's stands.
+_WHOLE: Final = ("sum", "backend")
 _SHARED_OUT: Final[Mapping[str, type[Facts]]] = {"replay": ReplayFacts, "flag": FlagFacts}
 
 
 def _over_ranks(facts: dict[str, torch.Tensor], tp: TpGroup, device: torch.device) -> dict[str, torch.Tensor]:
-    """`facts` with those of the products joined over the ranks. On the CPU."""
+    """`facts` with those of the products joined over the ranks, and of the sums the largest of each over the ranks. On the CPU."""
     out = dict(facts)
-    for prefix, kind in _SHARED_OUT.items():
+    for prefix in (*_SHARED_OUT, *_WHOLE):
         names = [name for name in facts if name.startswith(f"{prefix}/")]
         if tp.size > 1 and names:
             ranks = [rank.cpu() for rank in tp.gathered(torch.stack([facts[name] for name in names]).to(device))]
-            out |= {name: joined([rank[i] for rank in ranks], kind) for i, name in enumerate(names)}
+            if prefix in _WHOLE:  # amax: a NaN on any rank stays one
+                out |= dict(zip(names, torch.stack(ranks).amax(dim=0), strict=True))
+            else:
+                out |= {name: joined([rank[i] for rank in ranks], _SHARED_OUT[prefix]) for i, name in enumerate(names)}
     return out
 
 

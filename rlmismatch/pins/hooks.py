@@ -145,10 +145,13 @@ class _Sums:
             self.ulp_max = max(self.ulp_max, float(ulps.max()))
 
     def merge(self, other: _Sums) -> None:
-        """Add another rank's sums; an output that is whole on every rank counts once, yet its worst error over the ranks is kept."""
+        """Add another rank's sums; an output that is whole on every rank counts once, as the worst rank has it."""
         self.maxima = [_nan_max(a, b) for a, b in zip(self.maxima, other.maxima, strict=True)]
         self.ulp_max = max(self.ulp_max, other.ulp_max)
         if self.split == "whole":
+            self.unequal = max(self.unequal, other.unequal)
+            self.beyond_one_ulp = max(self.beyond_one_ulp, other.beyond_one_ulp)
+            self.totals = [_nan_max(a, b) for a, b in zip(self.totals, other.totals, strict=True)]
             return
         self.rows += other.rows if self.split == "rows" else 0
         self.count += other.count

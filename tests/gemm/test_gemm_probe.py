@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -118,7 +119,13 @@ def _sums(tp: TpGroup) -> dict[str, torch.Tensor]:
         "rank_order": lambda part: reduce.fold(tp.gathered(part), impl="reference", out_dtype=part.dtype),
         "bf16": lambda part: sum(tp.gathered(part.bfloat16()), torch.zeros_like(part, dtype=torch.bfloat16)).to(part.dtype),
     }
-    site = SumSite(tp=tp, ways=ways, backends={"lost": one_lost, "none": lambda part: None}, decode_rows=3)
+
+    def one_rank_wrong(part: torch.Tensor) -> torch.Tensor:
+        total = all_reduce(part)
+        return total * torch.nan if tp.rank == 2 else total
+
+    backends = {"lost": one_lost, "none": lambda part: None, "wrong on a rank": one_rank_wrong}
+    site = SumSite(tp=tp, ways=ways, backends=backends, decode_rows=3)
     product = Product(
         name="o_proj",
         x_MK=x[:, own].contiguous(),
@@ -138,7 +145,7 @@ def four() -> list[dict[str, torch.Tensor]]:
 def test_every_rank_has_the_same_facts(four: list[dict[str, torch.Tensor]]) -> None:
     for other in four[1:]:
         assert other.keys() == four[0].keys()
-        assert all(torch.equal(other[name], four[0][name]) for name in other)
+        assert all(torch.equal(other[name].nan_to_num(-1), four[0][name].nan_to_num(-1)) for name in other)
 
 
 def test_sums_by_way_payload_and_rows(four: list[dict[str, torch.Tensor]]) -> None:
@@ -167,6 +174,13 @@ def test_the_exact_share_of_every_rank_adds_up_to_the_product(four: list[dict[st
 
 def test_a_lost_partial_is_far_from_float64_and_a_backend_that_takes_nothing_has_no_fact(four: list[dict[str, torch.Tensor]]) -> None:
     facts = unpacked(four[0], "backend", SumFacts)
-    assert {name for name, _ in facts} == {"lost"}
+    assert {name for name, _ in facts} == {"lost", "wrong on a rank"}
     lost = facts["lost", "70"]
     assert lost.error / lost.scale > 0.1
+
+
+def test_a_sum_that_is_wrong_on_any_rank_is_wrong(four: list[dict[str, torch.Tensor]]) -> None:
+    wrong = unpacked(four[0], "backend", SumFacts)["wrong on a rank", "70"]
+    assert math.isnan(wrong.error)
+    assert math.isnan(wrong.largest)
+    assert wrong.unequal == wrong.count

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from rlmismatch.assemble.defects import is_defect
 from rlmismatch.pins.hooks import OpSwitch, Patch, Probe, Recorder, installed, ulp_distance
 
 Forward = Callable[..., Any]
@@ -226,6 +227,8 @@ def _two_ranks(rank: int, folder: str) -> None:
         native = torch.full(shape, float(rank))
         recorder.observe(name, "gemm", native=native, pinned=native + 1 + rank, fp64=native.double(), split=split)  # type: ignore[arg-type]
         recorder.keep(name, native, split=split)  # type: ignore[arg-type]
+    wrong = torch.full((4, 2), torch.nan if rank == 1 else 0.0)
+    recorder.observe("wrong", "norm", native=wrong, pinned=torch.zeros(4, 2), fp64=torch.zeros(4, 2).double(), split="whole")
     torch.save((recorder.local_errors(group), recorder.boundaries(group)), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -233,10 +236,13 @@ def _two_ranks(rank: int, folder: str) -> None:
 def test_merges_over_ranks(tmp_path: Path) -> None:
     mp.spawn(_two_ranks, (str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
     (errors, joined), (errors_1, joined_1) = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
-    assert errors == errors_1
-    whole, columns, rows = errors
-    # The same tensor on every rank counts once, but its worst error on any rank is kept.
-    assert (whole.rows, whole.count, whole.native_vs_pin_mean, whole.native_vs_pin_max) == (4, 8, 1.0, 2.0)
+    assert repr(errors) == repr(errors_1)  # a NaN is not equal to itself
+    whole, columns, rows, wrong = errors
+    # The same tensor on every rank counts once, as the worst rank has it.
+    assert (whole.rows, whole.count, whole.native_vs_pin_mean, whole.native_vs_pin_max) == (4, 8, 2.0, 2.0)
+    assert (wrong.rows, wrong.count, wrong.unequal) == (4, 8, 8)
+    assert all(math.isnan(x) for x in (wrong.native_vs_pin_mean, wrong.native_vs_fp64_mean, wrong.native_vs_pin_max))
+    assert is_defect(wrong)
     assert (columns.rows, columns.count, columns.native_vs_pin_mean) == (4, 4 + 8, (4 * 1 + 8 * 2) / 12)
     assert (rows.rows, rows.count, rows.native_vs_pin_mean) == (3 + 1, 6 + 2, (6 * 1 + 2 * 2) / 8)
     assert {name: tuple(x.shape) for name, x in joined.items()} == {"whole": (4, 2), "columns": (4, 3), "rows": (4, 2)}
