@@ -191,14 +191,24 @@ class MegatronEngine:
         return megatron_attention_trial.ask(self, window=megatron_readings_attention.live_window(self))
 
     def weight_digests(self) -> Mapping[str, str]:
-        """Logical name -> digest of the live tensor, un-sharded, un-fused, without padding; and ``tied``. Complete on rank 0."""
+        """Logical name -> digest of the live tensor, un-sharded, un-fused, without padding; and ``tied``. Complete on rank 0.
+
+        Where ranks hold copies of one tensor that are not equal, it is the digest of all copies: no checkpoint's.
+        """
         out = {"tied": "true" if self.live_tied else "false"}
         live = dict(self.gpt.named_parameters())
         model = dataclasses.replace(self.model, tied=self.live_tied)
         for parameter in megatron_weights.parameters(model, te=self.config.trainer_spec == "te"):
-            parts = self.tp.gathered(live[parameter.name].detach())
+            copies = self.cp.ranks.gathered(live[parameter.name].detach())
+            one = torch.tensor(all(torch.equal(copies[0], other) for other in copies[1:]), device=self.device)
+            parts = self.tp.gathered(copies[0])
+            every_rank = bool(torch.stack(self.tp.gathered(one)).all())
             if self.tp.rank == 0:
                 tensors = megatron_weights.unshard(parameter.kind, parts, model)
+                if parameter.kind == "whole" and not all(torch.equal(parts[0], other) for other in parts[1:]):
+                    tensors = (torch.stack(parts),)
+                if not every_rank:
+                    tensors = tuple(torch.stack([tensor, tensor]) for tensor in tensors)
                 out |= {name: digest(tensor) for name, tensor in zip(parameter.sources, tensors, strict=True)}
         return out
 

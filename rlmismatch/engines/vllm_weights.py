@@ -16,13 +16,15 @@ def digests(live: LiveModel, model: ModelConfig) -> dict[str, str]:
     Collective. Complete on rank 0, empty elsewhere.
     """
     found = {name: digest(tensor) if live.tp.rank == 0 else "" for name, tensor in tensors(live, model)}
-    return {**found, "tied": "true" if is_tied(live) else "false"} if live.tp.rank == 0 else {}
+    tied = is_tied(live)
+    return {**found, "tied": "true" if tied else "false"} if live.tp.rank == 0 else {}
 
 
 def is_tied(live: LiveModel) -> bool:
-    """Whether the live head is the embedding's own memory and computes with what stands there."""
+    """Whether the live head is, on every rank, the embedding's own memory and computes with what stands there. Collective."""
     head, embedding = live.model.lm_head, live.model.model.embed_tokens
-    return head.weight.data_ptr() == embedding.weight.data_ptr() and torch.equal(live.weight(head), embedding.weight)
+    own = head.weight.data_ptr() == embedding.weight.data_ptr() and torch.equal(live.weight(head), embedding.weight)
+    return bool(torch.stack(live.tp.gathered(torch.tensor(own, device=embedding.weight.device))).all())
 
 
 def tensors(live: LiveModel, model: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
@@ -45,7 +47,8 @@ def tensors(live: LiveModel, model: ModelConfig) -> Iterator[tuple[str, torch.Te
         yield f"{name}.mlp.up_proj.weight", torch.cat(live.tp.gathered(up))
         yield f"{name}.mlp.down_proj.weight", torch.cat(live.tp.gathered(live.weight(mlp.down_proj)), dim=1)
     yield "model.norm.weight", _replicated(live, live.model.model.norm.weight)
-    if not (model.tied and is_tied(live)):
+    live_tied = is_tied(live)  # a collective: also where the checkpoint is not tied
+    if not (model.tied and live_tied):
         yield "lm_head.weight", _vocabulary(live, live.weight(live.model.lm_head), model)
 
 
@@ -59,7 +62,9 @@ def _qkv(live: LiveModel, attn: object, name: str) -> Iterator[tuple[str, torch.
         for projection, part in zip("qkv", torch.split(tensor, [q_rows, kv_rows, kv_rows]), strict=True):
             ranks = live.tp.gathered(part)
             # With more ranks than KV heads, neighbours hold copies of one head.
-            yield f"{name}.{projection}_proj.{kind}", torch.cat(ranks if projection == "q" else ranks[:: live.kv_copies])
+            copies = 1 if projection == "q" else live.kv_copies
+            equal = all(torch.equal(part, ranks[i // copies * copies]) for i, part in enumerate(ranks))
+            yield f"{name}.{projection}_proj.{kind}", torch.cat(ranks[::copies]) if equal else torch.stack(ranks)
 
 
 def _vocabulary(live: LiveModel, weight: torch.Tensor, model: ModelConfig) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,17 @@ def with_gradient(engine: MegatronEngine) -> str:
         return slug_of(lambda: engine.gpt.decoder.layers[0].self_attention.core_attention(x_sBHD, x_sBHD, x_sBHD, None))
 
 
+def stale_copies(engine: MegatronEngine, rank: int) -> Mapping[str, str]:
+    """The digests once one rank has let go of what all were given: a norm, which every rank holds, and a shard, which its CP peers hold."""
+    if rank == 3:
+        with torch.no_grad():
+            engine.gpt.decoder.layers[1].mlp.linear_fc2.weight[0, 0] += 1
+    if rank == 1:
+        with torch.no_grad():
+            engine.gpt.decoder.layers[0].input_layernorm.weight[0] += 1
+    return engine.weight_digests()
+
+
 def work(rank: int, checkpoint: str, folder: Path) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -68,6 +80,7 @@ def work(rank: int, checkpoint: str, folder: Path) -> None:
             out[name] |= {"readings": engine.readings(), "digests": engine.weight_digests()}
             if name == "zigzag":
                 out["gradient"] = with_gradient(engine)
+                out["stale"] = stale_copies(engine, rank)
         finally:
             engine.close()
     for _, changes in REFUSED:

@@ -56,6 +56,14 @@ def test_all_pinned_the_scores_are_those_of_cp1(runs: Mapping[str, Any], setup: 
     assert min(runs[setup]["pinned"].calls.values()) > 0
 
 
+def test_a_copy_that_differs_on_any_rank_is_no_checkpoints(runs: Mapping[str, Any]) -> None:
+    stale, sound = runs["stale"], runs["zigzag"]["digests"]
+    assert {name for name in sound if stale[name] != sound[name]} == {
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.1.mlp.down_proj.weight",
+    }
+
+
 @pytest.mark.parametrize("setup", UNDER_CP)
 def test_captures_are_in_order_of_position(runs: Mapping[str, Any], setup: str) -> None:
     found, whole = runs[setup]["boundary"].boundaries, runs["tp2"]["boundary"].boundaries

@@ -6,13 +6,18 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from rlmismatch.checkpoint import ModelConfig
+from rlmismatch.engines import vllm_weights
 from rlmismatch.engines.protocol import SideConfig
 from rlmismatch.engines.vllm_memory import kv_cache_bytes
 from rlmismatch.engines.vllm_scoring import tokenised
 from rlmismatch.errors import UsageError
+from rlmismatch.pins.collectives import TpGroup
+from rlmismatch.pins.vllm_live import LiveModel
 from rlmismatch.tokens import Prompt
+from tests.logprob.gloo import on_ranks
 
 
 def _tokenizer(text: str) -> Any:
@@ -31,6 +36,46 @@ def test_text_that_gives_no_ids_is_refused(text: str, tokenizer: Any, slug: str)
     with pytest.raises(UsageError) as caught:
         tokenised((Prompt(id="a", text=text),), tokenizer)
     assert caught.value.slug == slug
+
+
+def _live(tp: TpGroup, model: Any = None) -> LiveModel:
+    fields: dict[str, Any] = {"sampler": None, "all_reduce": None, "eps": 1e-6, "inv_freq": torch.ones(1), "chain": None}
+    return LiveModel(model=model, tp=tp, num_kv_heads=2, vocab_size=8, **fields)
+
+
+def _keys(tp: TpGroup, stale: bool) -> torch.Tensor:
+    """k_proj of two heads over four ranks, which are copied once; on one rank the copy is another."""
+    live = _live(tp)
+    head = 20.0 + tp.rank // live.kv_copies
+    weight = torch.cat([torch.full((2, 3), 10.0 + tp.rank), torch.full((1, 3), head), torch.full((1, 3), head)])
+    if stale and tp.rank == 1:
+        weight[2] = 99.0
+    return dict(vllm_weights._qkv(live, SimpleNamespace(qkv_proj=SimpleNamespace(weight=weight, bias=None), q_size=2, kv_size=1), "a"))[
+        "a.k_proj.weight"
+    ]
+
+
+def test_a_copy_of_a_kv_head_that_differs_is_no_checkpoints() -> None:
+    sound, stale = (on_ranks(4, _keys, stale) for stale in (False, True))
+    assert [x.tolist() for x in sound] == [[[20.0] * 3, [21.0] * 3]] * 4
+    assert stale[0].shape == (4, 1, 3)
+
+
+def _names(tp: TpGroup) -> list[str]:
+    """Of a tied model whose head computes with other numbers on one rank, as a stale copy of packed weights would."""
+    weight = torch.ones(4, 3)
+    packed = weight * (2 if tp.rank == 1 else 1)
+    head = SimpleNamespace(
+        weight=weight, cpu_linear=lambda unit, w, b: unit @ packed.t(), input_size_per_partition=3, params_dtype=torch.float32
+    )
+    inner = SimpleNamespace(embed_tokens=SimpleNamespace(weight=weight), layers=[], norm=SimpleNamespace(weight=torch.ones(3)))
+    live = _live(tp, SimpleNamespace(lm_head=head, model=inner))
+    return list(dict(vllm_weights.tensors(live, cast(ModelConfig, SimpleNamespace(tied=True, vocab_size=8)))))
+
+
+def test_a_head_that_is_tied_on_some_ranks_alone_is_tied_on_none() -> None:
+    """Or those ranks would leave out an exchange that the others wait in."""
+    assert on_ranks(2, _names) == [["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]] * 2
 
 
 QWEN3_8B = SimpleNamespace(num_layers=36, num_kv_heads=8, head_dim=128)  # 147456 bytes a token in bf16
