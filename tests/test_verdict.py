@@ -220,7 +220,12 @@ class TestShutDoors:
             assert ends(result) == ("INCONCLUSIVE", 5)
             assert [r.text for r in result.reasons] == ["a log-prob is nan"]
 
-    @pytest.mark.parametrize("value", [math.nan, math.inf, None])
+    def test_an_infinite_value_is_over_its_limit(self) -> None:
+        assert ends(given(budget=(dataclasses.replace(LINE, value=math.inf, status="over"),))) == ("DRIFT", 3)
+        assert ends(given(budget=(dataclasses.replace(LINE, value=math.inf),))) == ("DRIFT", 3)
+        assert ends(given(budget=(dataclasses.replace(LINE, value=math.inf, sense="at least"),))) == ("INCONCLUSIVE", 5)
+
+    @pytest.mark.parametrize("value", [math.nan, -math.inf, None])
     def test_a_value_that_is_no_number_is_within_no_limit(self, value: float | None) -> None:
         result = given(budget=(dataclasses.replace(LINE, value=value),))
         assert ends(result) == ("INCONCLUSIVE", 5)

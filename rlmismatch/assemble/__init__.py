@@ -27,6 +27,7 @@ from rlmismatch.assemble import (
 )
 from rlmismatch.assemble.defects import defects, over_limit
 from rlmismatch.assemble.scores import ScoreBook
+from rlmismatch.assemble.worst import worst
 from rlmismatch.axes.base import Axis
 from rlmismatch.checkpoint import combine_digests
 from rlmismatch.contract import Reading
@@ -318,7 +319,7 @@ def _boundary_errors(evidence: Evidence, book: ScoreBook) -> dict[str, float | N
     """Pin -> largest difference between the two native ops on equal inputs, over all layers."""
     out: dict[str, float | None] = {}
     for row in rows.first_divergence(evidence, book):
-        out[row.pin] = max(out.get(row.pin) or 0.0, row.max_abs or 0.0)
+        out[row.pin] = worst((out.get(row.pin) or 0.0, row.max_abs or 0.0))
     return out
 
 

@@ -20,6 +20,7 @@ from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.engines.logprob_knobs import chain_of
 from rlmismatch.engines.protocol import SideName
 from rlmismatch.evidence import Evidence
+from rlmismatch.pins.logprob_ways import comparable
 from rlmismatch.report.model import MeasureRow
 from rlmismatch.transforms import Chain, candidates, parse_texts
 
@@ -93,6 +94,11 @@ def _largest(x_N: torch.Tensor) -> float:
     return float(x_N.abs().max()) if x_N.numel() else math.nan
 
 
+def _difference(a_N: torch.Tensor, b_N: torch.Tensor) -> torch.Tensor:
+    """`a_N - b_N` where a token may be cut off (-inf): on both sides it is no difference, on one it is still a large one."""
+    return comparable(a_N) - comparable(b_N)
+
+
 def _mean(x_N: torch.Tensor) -> float:
     return float(x_N.abs().mean()) if x_N.numel() else math.nan
 
@@ -104,7 +110,7 @@ def _impls(trainer: Captured) -> Iterator[MeasureRow]:
             axis="logprob.provenance",
             side="trainer",
             what=f"{name} against float64, largest",
-            value=_largest(logp_N - exact_N),
+            value=_largest(_difference(logp_N, exact_N)),
             limit=FP32_NATS,
         )
 
@@ -176,7 +182,7 @@ def _reduces(sides: Mapping[SideName, Captured]) -> Iterator[MeasureRow]:
     for side, captured in sides.items():
         exact_N = captured.logprob()
         for way, logp_N in captured.named("reduce").items():
-            error = _largest(logp_N - exact_N)
+            error = _largest(_difference(logp_N, exact_N))
             yield MeasureRow(axis="logprob.reduce", side=side, what=f"{way} against float64, largest", value=error, limit=FP32_NATS)
 
 
@@ -224,7 +230,7 @@ def _chains(sides: Mapping[SideName, Captured], evidence: Evidence) -> Iterator[
         read = [chain for side in both if (chain := _chain_read(evidence, side)) is not None]
         every = candidates(*read, *(s.chain for s in sides.values()), Chain())
         recorded_N = captured.tensors["recorded"].double()
-        tried = [(_mean_or_inf(captured.logprob(c) - recorded_N), i, c) for i, c in enumerate(every)]
+        tried = [(_mean_or_inf(captured.logprob(c), recorded_N), i, c) for i, c in enumerate(every)]
         # Chains that are one function lie equally near; the first of them stands.
         best = min(t[0] for t in tried)
         error, _, chain = next(t for t in tried if t[0] <= best + 1e-9)
@@ -263,10 +269,10 @@ def _chain_read(evidence: Evidence, name: SideName) -> Chain | None:
     return None if reading is None or reading.value is None else parse_texts(reading.value)
 
 
-def _mean_or_inf(x_N: torch.Tensor) -> float:
-    """Mean |x|; a token that is cut off on both sides (-inf minus -inf) is no difference, NaN otherwise is the largest."""
-    both = x_N.isnan()
-    mean = float(x_N.masked_fill(both, 0.0).abs().mean())
+def _mean_or_inf(a_N: torch.Tensor, b_N: torch.Tensor) -> float:
+    """Mean |a - b|; a token that is cut off on both sides (-inf) is no difference, any NaN is the largest there is."""
+    both = (a_N == -torch.inf) & (b_N == -torch.inf)
+    mean = float((a_N - b_N).masked_fill(both, 0.0).abs().mean())
     return math.inf if math.isnan(mean) or bool(both.all()) else mean
 
 
@@ -277,7 +283,7 @@ def _shifts(sides: Mapping[SideName, Captured]) -> Iterator[MeasureRow]:
         if len(recorded_N) < 3:
             continue
         inner = slice(1, -1)
-        errors = {s: _mean_or_inf((captured.logprob(shift=s) - recorded_N)[inner]) for s in (-1, 0, 1)}
+        errors = {s: _mean_or_inf(captured.logprob(shift=s)[inner], recorded_N[inner]) for s in (-1, 0, 1)}
         best = min(errors, key=lambda s: (errors[s], abs(s)))
         note = ", ".join(f"{s:+d}: {e:.3g} nats" for s, e in errors.items())
         what = "shift of the targets that explains the recorded values best, rows"
@@ -290,11 +296,13 @@ def _head_and_lse(trainer: Captured, rollout: Captured) -> Iterator[MeasureRow]:
     if not torch.equal(trainer.tensors["hidden"], rollout.tensors["hidden"]):
         yield MeasureRow(axis=axis, what="head apart from log-softmax", value=None, note="the hidden rows of the two sides differ")
         return
-    total_N = trainer.tensors["recorded"].double() - rollout.tensors["recorded"].double()
-    exact = {s: c.logprob() for s, c in (("trainer", trainer), ("rollout", rollout))}
+    # A token that one side's transforms cut off counts as 0 there, in each of the three alike.
+    recorded = {s: comparable(c.tensors["recorded"].double()) for s, c in (("trainer", trainer), ("rollout", rollout))}
+    exact = {s: comparable(c.logprob()) for s, c in (("trainer", trainer), ("rollout", rollout))}
+    total_N = recorded["trainer"] - recorded["rollout"]
     head_N = exact["trainer"] - exact["rollout"]
     # From equal logits: both sides' native arithmetic judged by float64 on the logits that it read.
-    lse_N = (trainer.tensors["recorded"] - exact["trainer"]) - (rollout.tensors["recorded"] - exact["rollout"])
+    lse_N = (recorded["trainer"] - exact["trainer"]) - (recorded["rollout"] - exact["rollout"])
     yield MeasureRow(axis=axis, what="head drift: logits of equal hidden rows", value=_mean(head_N))
     yield MeasureRow(axis=axis, what="log-softmax drift: from equal logits", value=_mean(lse_N))
     yield MeasureRow(axis=axis, what="the two against the whole, largest", value=_largest(head_N + lse_N - total_N), limit=ADDS_UP_NATS)

@@ -46,13 +46,17 @@ def _gate(
     failed = [c for c in fields if c.fails]
     unknown = any(c.outcome is Outcome.UNKNOWN for c in failed)
     equal = None if unknown or not fields else not failed and not differing
+    waived = [c.field for c in fields if c.outcome is Outcome.WAIVED]
+    notes = [f"{c.field}: {c.trainer.source or c.rollout.source}" for c in failed if c.outcome is Outcome.UNKNOWN]
+    if waived:
+        notes.append(f"not equal, and waived by name: {', '.join(waived)}")
     return Gate(
         name=axis,
         equal=equal,
         compared=compared if compared is not None else sum(c.outcome is Outcome.EQUAL for c in fields),
         unit=unit,
         differing=differing or tuple(c.field for c in failed),
-        note="; ".join(f"{c.field}: {c.trainer.source or c.rollout.source}" for c in failed if c.outcome is Outcome.UNKNOWN),
+        note="; ".join(notes),
     )
 
 

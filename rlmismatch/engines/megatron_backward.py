@@ -12,6 +12,7 @@ import torch
 
 from rlmismatch.engines import megatron_model
 from rlmismatch.kernels import logprob, logprob_backward
+from rlmismatch.pins.logprob_ways import comparable
 from rlmismatch.transforms import Chain
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def measure(
     chain = engine.ops.shape.chain
     for padding, width in (("mask", shard.vocab_size), ("include", shard.padded_vocab_size)):
         logp_NV = chain.apply(logits_NV[:, :width].double()).log_softmax(-1)
-        out[f"entropy/{padding}/exact"] = -(logp_NV.exp() * logp_NV).sum(dim=1)
+        out[f"entropy/{padding}/exact"] = _entropy_of(logp_NV)
         out[f"entropy/{padding}/pin"] = entropy(engine, logits_NV, width)
     return out
 
@@ -108,8 +109,12 @@ def pinned_grad(
 
 def _plain_entropy(x_NV: torch.Tensor) -> torch.Tensor:
     """float32 [N]: entropy in one pass of torch over the whole row."""
-    logp_NV = x_NV.log_softmax(-1)
-    return -(logp_NV.exp() * logp_NV).sum(dim=1)
+    return _entropy_of(x_NV.log_softmax(-1))
+
+
+def _entropy_of(logp_NV: torch.Tensor) -> torch.Tensor:
+    """[N]: a token that a transform cut off has probability 0 and adds 0; 0 times -inf is not a number."""
+    return -(logp_NV.exp() * comparable(logp_NV)).sum(dim=1)
 
 
 def _native_grad(

@@ -66,7 +66,10 @@ def loss(engine: MegatronEngine) -> LossBehaviour:
     exact = (way.accum, way.downcast) == ("fp32", "final_write")
     tolerance = _TOLERANCE_NATS if exact else _COARSE_NATS
     count = _counted_columns if exact else _counted_at_boundaries
-    counted = count(engine, offset if spread <= tolerance else 0.0)
+    if engine.native_settings.chain.elementwise:
+        counted = count(engine, offset if spread <= tolerance else 0.0)
+    else:
+        counted = read(shard.vocab_size, "config.json: a truncated distribution has no equal columns to count")
     if spread <= tolerance:
         return LossBehaviour(
             padding=read(padding, source),

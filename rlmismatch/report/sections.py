@@ -124,7 +124,9 @@ def _gate(gate: Gate) -> Item:
         return Item(mark="bad", head=gate.name, tail=f"{len(gate.differing) or 'some'} differ, {compared} compared{note}", details=details)
     if not gate.compared:
         return Item(mark="warn", head=gate.name, tail=f"nothing was compared{note}")
-    return Item(mark="good", head=gate.name, tail=f"{compared} equal{note}")
+    if note:  # what was waived is not equal
+        return Item(mark="warn", head=gate.name, tail=f"{compared} compared{note}")
+    return Item(mark="good", head=gate.name, tail=f"{compared} equal")
 
 
 def listed(names: Iterable[str], limit: int = SHOWN_NAMES) -> str:

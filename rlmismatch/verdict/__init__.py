@@ -260,7 +260,8 @@ def _budget(facts: Facts) -> Iterable[Reason]:
     if not facts.budget:
         yield Reason(kind="inconclusive", text="no limit was checked")
     for line in facts.budget:
-        if line.value is None or not math.isfinite(line.value):
+        # An infinite value is an answer, and over every limit that is a ceiling.
+        if line.value is None or not (math.isfinite(line.value) or (line.value > 0 and line.sense == "at most")):
             if line.required:
                 why = line.why or f"its value is {line.value}"
                 yield Reason(kind="inconclusive", text=f"the limit {line.limit} was not checked: {why}")

@@ -23,6 +23,7 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "raw": (*MASK, "--temperature", "0.6", "--rollout.logprobs-mode", "raw_logprobs"),
     "refused": (*MASK, "--trainer-impl", "mcore_te_fused", "--merge-order", "nccl_algo"),
     "one sided": (*MASK, "--trainer.head-dtype", "fp32"),
+    "cut alike": (*MASK, "--temperature", "0.7", "--top-k", "8", "--top-p", "0.999"),
 }
 pytestmark = pytest.mark.engines
 
@@ -66,6 +67,17 @@ def test_a_clean_run_measures_every_axis_within_its_limits(runs: Mapping[str, Fu
     fused = measure(done, "logprob.backward", "mcore_native_fused", "trainer")
     assert "cast to bfloat16" in fused["note"]
     assert fused["value"] > 100 * measure(done, "logprob.backward", "mcore_unfused", "trainer")["value"]
+
+
+def test_tokens_that_both_sides_cut_off_alike_are_no_defect(runs: Mapping[str, Future[Done]]) -> None:
+    """A probability of 0 has a log of -inf: 0 times it, or it minus itself, is not a number."""
+    done = runs["cut alike"].result().exits(0)
+    assert {pair["unequal"] for pair in done.report["closure"]} == {0}
+    assert measure(done, "logprob.backward", "entropy (mask) against float64", "trainer")["value"] < 3e-6
+    (vocab,) = {
+        c["trainer"]["value"] for c in done.report["contract"] if (c["axis"], c["field"]) == ("logprob.vocab_shards", "global_vocab")
+    }
+    assert vocab == 1100
 
 
 def test_counted_padding_is_named_with_its_bias(runs: Mapping[str, Future[Done]]) -> None:

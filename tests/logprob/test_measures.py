@@ -154,3 +154,31 @@ def test_a_gradient_that_is_cast_or_missing_is_told_apart() -> None:
 
 def test_nan_is_within_no_limit() -> None:
     assert not MeasureRow(axis="logprob.reduce", what="x", value=float("nan"), limit=1.0).ok
+
+
+CUT = Chain(steps=(Step(name="top_k", value=100),))
+
+
+def test_a_token_that_is_cut_off_on_both_sides_is_no_difference_and_on_one_it_is() -> None:
+    own = captured(CUT)
+    exact = own.logprob()
+    assert 0 < int(exact.isinf().sum()) < ROWS
+    named = {"impl/right": exact, "impl/wrong": captured().logprob(), "reduce/right": exact, "reduce/wrong": captured().logprob()}
+    both = dataclasses.replace(own, tensors={**own.tensors, **named})
+    for rows in (list(measures._impls(both)), list(measures._reduces({"trainer": both}))):
+        assert [row.ok for row in rows] == [True, False]
+        assert value(rows, "right").value == 0.0
+
+
+def test_a_side_that_cuts_off_tokens_alone_still_adds_up() -> None:
+    rows = list(measures._head_and_lse(captured(CUT), captured()))
+    assert value(rows, "the two against the whole").ok
+
+
+def test_a_recorded_value_that_is_no_number_is_explained_by_nothing() -> None:
+    a = torch.tensor([1.0, torch.nan, 2.0, -torch.inf])
+    assert measures._mean_or_inf(a, a) == torch.inf
+    b = a.nan_to_num(0.0, neginf=-torch.inf)
+    assert measures._mean_or_inf(b, b + 3) == pytest.approx(2.25)
+    assert measures._mean_or_inf(b[3:], b[3:]) == torch.inf  # nothing was compared
+    assert measures._mean_or_inf(b, b.nan_to_num(neginf=-5.0)) == torch.inf
