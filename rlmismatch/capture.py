@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 _SEAL = "SEAL.json"
+_FAILURE = "failure.json"
+_CLAIM = ".claimed.tmp"  # by a run that is at work; no reader takes a *.tmp for a part of a run
 
 
 @contextlib.contextmanager
@@ -45,12 +47,33 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def make_folder(path: Path) -> None:
-    """Create the run's folder and prove that it can be written to, before an engine is started."""
+def claim(path: Path) -> bool:
+    """Make `path` the folder of this run alone, and prove that it can be written to, before an engine is started.
+
+    False if it holds anything, or another run has claimed it; the file that says so is created in one step, on a shared file system too.
+    The failure.json of a run that never got to its engines is no capture, and goes.
+    """
     with _writing(path):
         path.mkdir(parents=True, exist_ok=True)
+        if {entry.name for entry in path.iterdir()} - {_FAILURE}:
+            return False
+        try:
+            (path / _CLAIM).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        if {entry.name for entry in path.iterdir()} - {_FAILURE, _CLAIM}:  # a run that ended between the two looks
+            release(path)
+            return False
+        (path / _FAILURE).unlink(missing_ok=True)
     write_bytes(path / ".probe", b"x" * 65536)
     (path / ".probe").unlink()
+    return True
+
+
+def release(path: Path) -> None:
+    """The run has ended: its folder is told apart by what it holds."""
+    with contextlib.suppress(OSError):
+        (path / _CLAIM).unlink(missing_ok=True)
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -43,6 +44,19 @@ class Inputs:
         return _ranks_per_gpu(ranks, self.gpus)
 
 
+def _all_or_none_recorded(sequences: Iterable[Sequence], source: str) -> None:
+    """Recorded log-probs are compared for all tokens or not at all: of a part, a report could only say something false."""
+    given = tuple(sequences)
+    without = [s.id for s in given if s.recorded_logprobs is None]
+    if without and len(without) < len(given):
+        raise UsageError(
+            "recorded-logprobs-missing",
+            f"{len(without)} of {len(given)} sequences have no logprobs, the first is {without[0]!r}; the others have them",
+            where=source,
+            hint="give logprobs to every sequence, or take them from all",
+        )
+
+
 def prepare(settings: Settings) -> Inputs:
     """Check everything that needs no engine. Raises UsageError with what to mend, EnvironmentUnfitError for a missing device."""
     checkpoint = Checkpoint.open(Path(settings.ckpt))
@@ -50,6 +64,7 @@ def prepare(settings: Settings) -> Inputs:
     config.check_fits(settings.trainer_tp, side="trainer", sp=settings.sp)
     config.check_fits(settings.rollout_tp, side="rollout")
     sequences = tokens.read_rollout(Path(settings.rollout)) if settings.rollout else ()
+    _all_or_none_recorded(sequences, settings.rollout or "")
     if settings.prompts:
         prompts = tokens.read_prompts(Path(settings.prompts))
     else:

@@ -1,6 +1,7 @@
 """Captures: whole or absent, and refused when touched."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,27 @@ def test_long_arm_ids_stay_apart_in_file_names(tmp_path: Path) -> None:
     assert capture.arm_path(tmp_path, "trainer", long + "a") != capture.arm_path(tmp_path, "trainer", long + "b")
     with pytest.raises(ValueError, match="file name"):
         capture.arm_path(tmp_path, "trainer", "../up")
+
+
+def test_a_folder_is_one_runs_alone(tmp_path: Path) -> None:
+    out = tmp_path / "a/run"
+    assert capture.claim(out)
+    assert not capture.claim(out)  # however early the second run looks
+    capture.release(out)
+    assert capture.claim(out)
+    capture.release(out)
+    (out / "tokens.jsonl").touch()
+    assert not capture.claim(out)
+    assert [p.name for p in out.iterdir()] == ["tokens.jsonl"]
+
+
+def test_of_many_that_claim_a_folder_at_once_one_has_it(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        for n in range(20):
+            assert sum(pool.map(capture.claim, [tmp_path / str(n)] * 8)) == 1
+
+
+def test_why_a_run_failed_before_its_engines_does_not_keep_the_folder(tmp_path: Path) -> None:
+    capture.write_json(tmp_path / "failure.json", {"what": "no such checkpoint"})
+    assert capture.claim(tmp_path)
+    assert not (tmp_path / "failure.json").exists()

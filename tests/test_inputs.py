@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,3 +112,18 @@ def test_without_a_gpu_there_is_nothing_to_share() -> None:
     with pytest.raises(EnvironmentUnfitError) as caught:
         inputs.prepare(settings(4, 4))
     assert (caught.value.slug, caught.value.hint) == ("no-cuda-device", "leave it out to run on the CPU")
+
+
+@pytest.mark.parametrize(("recorded", "refused"), [((True, True), False), ((False, False), False), ((True, False), True)])
+def test_log_probs_are_recorded_for_all_sequences_or_for_none(recorded: tuple[bool, ...], refused: bool, tmp_path: Path) -> None:
+    sequences = [
+        {"id": f"s{i}", "prompt_ids": [1], "response_ids": [2], **({"logprobs": [-1.0]} if r else {})} for i, r in enumerate(recorded)
+    ]
+    path = tmp_path / "rollout.jsonl"
+    path.write_text("".join(json.dumps(s) + "\n" for s in sequences))
+    given = Settings(command="probe", ckpt="fixtures/tiny-qwen3", rollout=str(path))
+    if not refused:
+        assert len(inputs.prepare(given).sequences) == 2
+        return
+    with pytest.raises(UsageError, match="1 of 2 sequences have no logprobs, the first is 's1'"):
+        inputs.prepare(given)

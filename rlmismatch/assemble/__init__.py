@@ -32,6 +32,7 @@ from rlmismatch.axes.base import Axis
 from rlmismatch.checkpoint import combine_digests
 from rlmismatch.contract import Reading
 from rlmismatch.drift import Budget, OracleError, against_oracle, signatures
+from rlmismatch.drift.budget import RECORDED
 from rlmismatch.engines.gemm_facts import NOT_FLIPPED
 from rlmismatch.evidence import Evidence, SideEvidence, wanted_axes
 from rlmismatch.report.model import (
@@ -103,7 +104,8 @@ def _report(folder: Path, *, budget: Sequence[str], fail_on: str | None, waive: 
     ratios = rows.ratios(evidence, book, void=void)
     errors = {} if void else oracle_errors(evidence, book)
     limits = Budget.parse(*evidence.settings.budget)
-    lines = () if void else limits.check(next((r.drift for r in ratios if r.name == "trainer/prefill"), None), oracle=errors)
+    drifts = {r.name: r.drift for r in ratios}
+    lines = () if void else limits.check(drifts.get("trainer/prefill"), oracle=errors, recorded=drifts.get(RECORDED))
     knobs = rows.knobs(evidence, book)
     gates = rows.gates(evidence)
     measured = (

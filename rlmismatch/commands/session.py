@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import os
 import signal
 import sys
@@ -31,7 +32,10 @@ def run(settings: Settings, *, command_line: str, format_: str, verbose: bool) -
     """Run the command on every rank; rank 0 renders. Returns the exit code of the verdict."""
     world = World.from_env(os.environ, settings.nproc if settings.nproc or "RANK" in os.environ else settings.world_size)
     with _terminate_as_interrupt(), contextlib.ExitStack() as cleanup:
-        folder = _new_folder(settings) if world.rank == 0 else Path()
+        folder = Path()
+        if world.rank == 0:
+            folder = _new_folder(settings)
+            cleanup.callback(capture.release, folder)
         node = Node(world, folder, settings.timeout)
         cleanup.callback(node.close)
         if world.rank != 0:
@@ -86,16 +90,21 @@ def _follow(node: Node) -> int:
 
 
 def _new_folder(settings: Settings) -> Path:
-    """The run's folder: new, or empty."""
+    """The run's folder, which from here on is no other run's: new, or empty but for why an earlier run did not get to its engines."""
+    if settings.out:
+        folder = Path(settings.out)
+        if folder.is_file():
+            raise UsageError("out-is-a-file", f"--out {folder} is a file", hint="name a folder")
+        if not capture.claim(folder):
+            raise UsageError(
+                "out-not-empty", f"{folder} is not empty", where=str(folder), hint="captures are never overwritten: choose another --out"
+            )
+        return folder.resolve()
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = Path(settings.out) if settings.out else Path("runs") / f"{stamp}-{settings.command}"
-    if folder.is_file():
-        raise UsageError("out-is-a-file", f"--out {folder} is a file", hint="name a folder")
-    if folder.is_dir() and any(folder.iterdir()):
-        raise UsageError(
-            "out-not-empty", f"{folder} is not empty", where=str(folder), hint="captures are never overwritten: choose another --out"
-        )
-    capture.make_folder(folder)
+    for number in itertools.count(1):
+        folder = Path("runs") / (f"{stamp}-{settings.command}" + (f"-{number}" if number > 1 else ""))
+        if capture.claim(folder):
+            break
     return folder.resolve()
 
 

@@ -19,6 +19,10 @@ _AT_LEAST: Final = ("bit_equal_share", "ess")
 _SIGNED: Final = ("signed_mean", "k1")  # compared by size
 _FORM: Final = "--budget mean_abs=0.01,max=0.2, or a YAML file"
 ORACLE: Final = "oracle_error_ratio"
+RECORDED: Final = "decode/recorded"  # the ratio whose values training uses
+_ENOUGH: Final = (
+    16  # tokens whose mean errors can be divided: of fewer, honest sides are more than twice apart every fourth time or oftener
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +86,14 @@ class Budget:
                 raise UsageError("budget-malformed", f"{name} must be a finite number of at least 0, got {value!r}", where=where) from None
         return cls(**values, explicit=frozenset(values))
 
-    def check(self, drift: Drift | None, *, oracle: Mapping[str, OracleError] | None = None) -> tuple[BudgetLine, ...]:
+    def check(
+        self, drift: Drift | None, *, oracle: Mapping[str, OracleError] | None = None, recorded: Drift | None = None
+    ) -> tuple[BudgetLine, ...]:
         """One line per limit, in the order of the fields. A value that is None or NaN is never within.
 
         drift: of the headline ratio; None when it was not measured. oracle: side -> its error; one line per side. Without an oracle
-        a default `oracle_error_ratio` is "not measured" and not required; one that a person set is required.
+        a default `oracle_error_ratio` is "not measured" and not required, nor is it of a few tokens; one that a person set is required.
+        recorded: of decode against the log-probs that came with the tokens, which has the limit of the mean probability ratio as well.
         """
         lines = []
         for name in LIMITS:
@@ -99,12 +106,21 @@ class Budget:
             value = None if drift is None else getattr(drift, name)
             why = "the drift was not measured" if drift is None else "; ".join(i.text for i in drift.invalid[:1])
             lines.append(_line(name, allowed, abs(value) if value is not None and name in _SIGNED else value, why=why))
+            if name == "token_mult_prob_error" and recorded is not None:
+                why = "; ".join(i.text for i in recorded.invalid[:1])
+                lines.append(_line(f"{name} ({RECORDED})", allowed, recorded.token_mult_prob_error, why=why))
         return tuple(lines)
 
     def _oracle_lines(self, allowed: float, oracle: Mapping[str, OracleError]) -> list[BudgetLine]:
         if not oracle:
             return [_line(ORACLE, allowed, None, why="no oracle was run", required=ORACLE in self.explicit)]
-        return [_line(f"{ORACLE} ({side})", allowed, error.ratio, why=error.why_no_ratio) for side, error in oracle.items()]
+        lines = []
+        for side, error in oracle.items():
+            few = ORACLE not in self.explicit and error.drift.tokens < _ENOUGH
+            too_few = f"means over {error.drift.tokens} tokens say too little, it takes {_ENOUGH}"
+            value, why = (None, too_few) if few else (error.ratio, error.why_no_ratio)
+            lines.append(_line(f"{ORACLE} ({side})", allowed, value, why=why, required=not few))
+        return lines
 
 
 LIMITS: Final[tuple[str, ...]] = tuple(f.name for f in dataclasses.fields(Budget) if f.name != "explicit")

@@ -15,7 +15,7 @@ from typing import Final, get_args
 from rlmismatch import axes
 from rlmismatch.axes.base import Axis
 from rlmismatch.contract import Evidence, FieldComparison, Outcome, Reading, Tier
-from rlmismatch.drift.budget import ORACLE
+from rlmismatch.drift.budget import ORACLE, RECORDED
 from rlmismatch.errors import RlmismatchError, UsageError
 from rlmismatch.exitcodes import ExitCode
 from rlmismatch.verdict.model import (
@@ -267,11 +267,14 @@ def _budget(facts: Facts) -> Iterable[Reason]:
                 yield Reason(kind="inconclusive", text=f"the limit {line.limit} was not checked: {why}")
         elif not line.ok or not (line.value <= line.allowed if line.sense == "at most" else line.value >= line.allowed):
             oracle = line.limit.startswith(ORACLE)
-            yield Reason(
-                kind="defect" if oracle else "drift",
-                text=f"{line.limit} is {line.value:.4g}, allowed is {line.sense} {line.allowed:.4g}",
-                hint="see the errors against float64, op by op" if oracle else "run again with --attribute to see which ops carry it",
-            )
+            if oracle:
+                hint = "see the errors against float64, op by op"
+            elif RECORDED in line.limit:
+                hint = "the recorded log-probs are not this rollout's: another version, sampler, transform or weights wrote them"
+            else:
+                hint = "run again with --attribute to see which ops carry it"
+            text = f"{line.limit} is {line.value:.4g}, allowed is {line.sense} {line.allowed:.4g}"
+            yield Reason(kind="defect" if oracle else "drift", text=text, hint=hint)
 
 
 def _defects(facts: Facts) -> Iterable[Reason]:

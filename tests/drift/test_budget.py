@@ -9,8 +9,10 @@ from rlmismatch.drift import LIMITS, Budget, Drift, Invalid, OracleError
 from rlmismatch.errors import UsageError
 
 DRIFT = Drift(
-    tokens=10, sequences=1, mean_abs=0.01, max=0.2, signed_mean=-0.005, token_mult_prob_error=1.02, k1=0.005, ess=0.9, bit_equal=4
+    tokens=20, sequences=1, mean_abs=0.01, max=0.2, signed_mean=-0.005, token_mult_prob_error=1.02, k1=0.005, ess=0.9, bit_equal=8
 )
+
+OTHERS = ("ess", "bit_equal_share", "oracle_error_ratio")
 
 
 def lines(budget, drift=DRIFT, **kwargs):
@@ -58,13 +60,21 @@ def test_what_was_not_measured_is_never_within(drift):
 
 def test_every_limit_can_be_exceeded_and_met():
     worst = Drift(
-        tokens=2, sequences=1, bit_equal=0, ess=0.1, **{n: 5.0 for n in LIMITS if n not in ("ess", "bit_equal_share", "oracle_error_ratio")}
+        tokens=16,
+        sequences=1,
+        bit_equal=0,
+        ess=0.1,
+        **{n: 5.0 for n in LIMITS if n not in ("ess", "bit_equal_share", "oracle_error_ratio")},
     )
     text = ",".join(f"{name}=0.5" for name in LIMITS)
     oracle = {"trainer": OracleError(drift=worst, ratio=5.0)}
     assert [line.ok for line in Budget.parse(text).check(worst, oracle=oracle)] == [False] * len(LIMITS)
     best = Drift(
-        tokens=2, sequences=1, bit_equal=2, ess=1.0, **{n: 0.0 for n in LIMITS if n not in ("ess", "bit_equal_share", "oracle_error_ratio")}
+        tokens=16,
+        sequences=1,
+        bit_equal=16,
+        ess=1.0,
+        **{n: 0.0 for n in LIMITS if n not in ("ess", "bit_equal_share", "oracle_error_ratio")},
     )
     assert all(line.ok for line in Budget.parse(text).check(best, oracle={"trainer": OracleError(drift=best, ratio=0.0)}))
 
@@ -74,6 +84,31 @@ def test_the_oracle_limit_speaks_of_each_side():
     checked = lines(Budget(), oracle=oracle)
     assert checked["oracle_error_ratio (trainer)"].ok
     assert not checked["oracle_error_ratio (rollout)"].ok
+
+
+def test_the_oracles_default_limit_needs_tokens():
+    few = {"trainer": OracleError(drift=dataclasses.replace(DRIFT, tokens=15), ratio=2.5)}
+    default, asked = (
+        lines(budget, oracle=few)["oracle_error_ratio (trainer)"] for budget in (Budget(), Budget.parse("oracle_error_ratio=2"))
+    )
+    assert (default.status, default.ok, default.value) == ("not measured", True, None)
+    assert "15 tokens" in default.why
+    assert (asked.status, asked.ok) == ("over", False)
+
+
+def test_recorded_values_have_the_limit_of_the_mean_ratio():
+    name = "token_mult_prob_error (decode/recorded)"
+    assert name not in lines(Budget())
+    off = dataclasses.replace(DRIFT, token_mult_prob_error=1512.8)
+    for budget, drift, status in (
+        (Budget(), off, "over"),
+        (Budget(), DRIFT, "within"),
+        (Budget.parse("token_mult_prob_error=2000"), off, "within"),
+    ):
+        (line,) = [x for x in budget.check(DRIFT, recorded=drift) if x.limit == name]
+        assert line.status == status
+    (line,) = [x for x in Budget().check(DRIFT, recorded=dataclasses.replace(DRIFT, token_mult_prob_error=None)) if x.limit == name]
+    assert not line.ok
 
 
 def test_a_missing_oracle_fails_only_a_limit_that_was_asked_for():
