@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from rlmismatch.arms import ALL, BOUNDARY, COMPILE, LOCAL, NATIVE, RETURN, arm_id, compiled, repeat_id, rollout_paths
+from rlmismatch.arms import ALL, BASE_PINS, BOUNDARY, COMPILE, LOCAL, NATIVE, RETURN, arm_id, compiled, repeat_id, rollout_paths
 from rlmismatch.assemble import gradients
 from rlmismatch.assemble.compilation import inert_pins
 from rlmismatch.assemble.scores import RATIOS, ScoreBook
@@ -80,18 +80,30 @@ def knobs(evidence: Evidence, book: ScoreBook) -> tuple[KnobRow, ...]:
             if native is None or knob in native.knobs:
                 continue
             missing = sorted(p for p in evidence.base_pins if not native.calls.get(p)) if native.arm.pins else []
-            status = "fell_back" if missing else "applied"
+            held = _held_anyway(knob, str(value), side, evidence)
             rows.append(
                 KnobRow(
                     knob=knob,
                     side=side,
                     requested=value,
-                    actual=value if not missing else "native",
-                    status=status,
-                    reason=_never_ran(missing),
+                    actual="native" if missing else "pinned" if held else value,
+                    status="fell_back" if missing or held else "applied",
+                    reason=_never_ran(missing) or held,
                 )
             )
     return tuple(rows)
+
+
+def _held_anyway(knob: str, value: str, side: SideName, evidence: Evidence) -> str:
+    """Why an operation that a knob wants to be the engine's own is the pin in every arm; "" where it is not, or the knob wants the pin."""
+    wants = {pin for (name, other), pins in BASE_PINS.items() if name == knob and other != value for pin in pins}
+    if (knob, value) in BASE_PINS or not wants:
+        return ""
+    held = sorted(wants & evidence.base_pins)
+    if held:
+        return f"another knob holds the pin {', '.join(held)} in every arm"
+    local_cp = side == "trainer" and evidence.settings.cp > 1 and evidence.settings.trainer_spec == "local"
+    return "under context parallelism the local layer spec has no attention but the pin" if local_cp and "attention" in wants else ""
 
 
 def _never_ran(pins: Sequence[str]) -> str:

@@ -124,6 +124,13 @@ def merge_order(order: str | None, reduce: str | None, natural: str, out: dict[s
     return reduce
 
 
+def selected_gather(gather: str, reduce: str) -> Outcome:
+    """What became of the knob: under allgather_logits every rank reads the target's logit out of the whole row, and nothing is summed."""
+    if reduce == "allgather_logits" and gather != "local_gather":
+        return unsupported(gather, "local_gather", "logits are gathered: each rank reads the target's from the whole row")
+    return applied(gather)
+
+
 def under_pin(outcomes: dict[str, Outcome], pins: frozenset[str]) -> dict[str, Outcome]:
     """`outcomes` in an arm whose pin logprob replaces the log-softmax: another way to join shards than the pin's did not take effect."""
     knob = PREFIX + "reduce"

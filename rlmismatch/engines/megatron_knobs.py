@@ -10,7 +10,18 @@ import torch
 
 from rlmismatch.engines import attention_forms, attention_knobs
 from rlmismatch.engines.gemm_flags import PREFIX as GEMM
-from rlmismatch.engines.logprob_knobs import PREFIX, Outcome, applied, asked, chain_of, chain_outcomes, merge_order, unsupported
+from rlmismatch.engines.logprob_knobs import (
+    PREFIX,
+    Outcome,
+    applied,
+    asked,
+    chain_of,
+    chain_outcomes,
+    merge_order,
+    outcome,
+    selected_gather,
+    unsupported,
+)
 from rlmismatch.engines.protocol import SideConfig
 from rlmismatch.pins.logprob_ways import REDUCES, Way
 from rlmismatch.pins.megatron_logprob import FIXED_MERGE, NATIVE_WAY, Fusion, HeadSettings, LossSettings
@@ -83,6 +94,7 @@ def _backward(values: Mapping[str, str | None], loss: LossSettings) -> dict[str,
 
 def _fusion(values: Mapping[str, str | None], out: dict[str, Outcome], *, te_loss: bool, row_chain: bool) -> Fusion:
     fusion: Fusion = "none"
+    chosen = ""  # by which of the two knobs
     for name, known in (("trainer_impl", _IMPLS), ("fusion_impl", {f: f for f in get_args(Fusion)[:4]})):
         value = values.get(name)
         if value is None:
@@ -98,7 +110,10 @@ def _fusion(values: Mapping[str, str | None], out: dict[str, Outcome], *, te_los
         if reason:
             out[PREFIX + name] = unsupported(value, "none", reason)
         else:
-            fusion = cast(Fusion, wanted)
+            if chosen and wanted != fusion:  # two names of the loss: the second stands, and the first did not take effect
+                asked = out[PREFIX + chosen]["requested"]
+                out[PREFIX + chosen] = outcome(asked, wanted, "fell_back", f"--{name.replace('_', '-')} {value} is asked for as well")
+            fusion, chosen = cast(Fusion, wanted), name
             out[PREFIX + name] = applied(value)
     return fusion
 
@@ -136,7 +151,9 @@ def _way(values: Mapping[str, str | None], out: dict[str, Outcome], fusion: Fusi
         accum=cast(Any, values.get("accum_dtype") or "fp32"),
         downcast=cast(Any, values.get("downcast_at") or "final_write"),
     )
-    for name in ("selected_gather", "accum_dtype", "downcast_at"):
+    if values.get("selected_gather") is not None:
+        out[PREFIX + "selected_gather"] = selected_gather(way.gather, way.reduce)
+    for name in ("accum_dtype", "downcast_at"):
         if values.get(name) is not None:
             out[PREFIX + name] = applied(values[name])
     return way

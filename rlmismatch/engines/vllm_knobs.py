@@ -10,7 +10,17 @@ import torch
 
 from rlmismatch.engines import attention_knobs, vllm_compile
 from rlmismatch.engines.gemm_flags import PREFIX as GEMM
-from rlmismatch.engines.logprob_knobs import PREFIX, Outcome, applied, asked, chain_of, chain_outcomes, merge_order, unsupported
+from rlmismatch.engines.logprob_knobs import (
+    PREFIX,
+    Outcome,
+    applied,
+    asked,
+    chain_of,
+    chain_outcomes,
+    merge_order,
+    selected_gather,
+    unsupported,
+)
 from rlmismatch.engines.protocol import SideConfig
 from rlmismatch.pins.logprob_ways import REDUCES, Way
 from rlmismatch.pins.vllm_live import LiveModel
@@ -73,7 +83,10 @@ def _way(values: Mapping[str, str | None], out: dict[str, Outcome], live: LiveMo
         accum=cast(Any, values.get("accum_dtype") or "fp32"),
         downcast=cast(Any, values.get("downcast_at") or "final_write"),
     )
-    for name in ("selected_gather", "accum_dtype", "downcast_at"):
+    if values.get("selected_gather") is not None:
+        one = live.tp.size == 1
+        out[PREFIX + "selected_gather"] = applied(way.gather, "one shard") if one else selected_gather(way.gather, way.reduce)
+    for name in ("accum_dtype", "downcast_at"):
         if values.get(name) is not None:
             out[PREFIX + name] = applied(values[name])
     return way

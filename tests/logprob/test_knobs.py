@@ -78,6 +78,23 @@ def test_what_the_trainer_cannot_take_is_unsupported_with_a_reason(knobs: dict[s
     assert out.loss.fusion in ("none", "native")
 
 
+def test_of_two_names_of_the_loss_the_one_that_lost_did_not_take_effect() -> None:
+    out = resolved(trainer_impl="mcore_native_fused", fusion_impl="none")
+    assert out.loss.fusion == "none"
+    assert statuses(out) == {"trainer_impl": "fell_back", "fusion_impl": "applied"}
+    assert "--fusion-impl none" in out.outcomes["logprob.trainer_impl"]["reason"]
+    assert statuses(resolved(trainer_impl="mcore_native_fused", fusion_impl="native")) == {
+        "trainer_impl": "applied",
+        "fusion_impl": "applied",
+    }
+
+
+def test_nothing_is_summed_where_logits_are_gathered() -> None:
+    assert statuses(resolved(reduce="allgather_logits", selected_gather="masked_sum_allreduce"))["selected_gather"] == "unsupported"
+    assert statuses(resolved(reduce="allgather_logits", selected_gather="local_gather"))["selected_gather"] == "applied"
+    assert statuses(resolved(reduce="allreduce_partials", selected_gather="masked_sum_allreduce"))["selected_gather"] == "applied"
+
+
 def test_every_knob_of_the_command_belongs_to_an_axis_of_the_family() -> None:
     owners = {knob.name: axes.axis_of_knob(f"logprob.{knob.name}") for knob in KNOBS}
     assert {name for name, axis in owners.items() if axis is None or axis.family != "logprob"} == set()
