@@ -337,11 +337,35 @@ def controls(evidence: Evidence, book: ScoreBook, floor: Sequence[FloorRow], clo
     rows = [_floor_control(row, book) for row in floor]
     rows += [_return_control(side, book) for side in _SIDES]
     rows += [_pins_control(side, evidence, book) for side in _SIDES]
+    if not inert_pins(evidence, book):
+        rows += _captured_controls(evidence, book)
     if not evidence.broken and not inert_pins(evidence, book):
         for row in closed:
             got = row.why or f"{row.unequal} of {row.tokens} differ"
             rows.append(ControlRow(name=f"closure: {row.name}", expected="all pinned: bit-equal", got=got, ok=row.ok))
     return tuple(rows)
+
+
+def _captured_controls(evidence: Evidence, book: ScoreBook) -> list[ControlRow]:
+    """That no operation was left out on either side: one that was never seen has no error, and would pass for exact."""
+    rows = []
+    if all(BOUNDARY in book.arms[side] for side in _SIDES):
+        found = {side: set(book.arms[side][BOUNDARY].boundaries) for side in _SIDES}
+        every = [n for n in boundary_names(evidence.run["checkpoint"]["num_layers"]) if any(n in found[side] for side in _SIDES)]
+        lacking = [f"the {side} lacks {n}" for n in every for side in _SIDES if n not in found[side]]
+        got = f"{len(lacking)} missing, first {lacking[0]}" if lacking else f"{len(every)} captured"
+        rows.append(ControlRow(name="every op's output on both sides", expected="none missing", got=got, ok=bool(every) and not lacking))
+    if all(LOCAL in book.arms[side] for side in _SIDES):
+        seen = {side: {(e.pin, e.boundary) for e in book.arms[side][LOCAL].local} for side in _SIDES}
+        for side in _SIDES:
+            ranks = evidence.settings.trainer_tp if side == "trainer" else evidence.settings.rollout_tp
+            pins = [p for p in evidence.players() if p != "forward_reduce" or ranks > 1]
+            missing = [p for p in pins if p not in {pin for pin, _ in seen[side]}]
+            others = {x for x in seen["rollout" if side == "trainer" else "trainer"] if x[0] in pins} - seen[side]
+            missing += [boundary for pin, boundary in sorted(others) if pin not in missing]
+            got = f"{len(missing)} never seen, first {missing[0]}" if missing else f"{len(seen[side])} compared"
+            rows.append(ControlRow(name=f"{side}: every op on its own inputs", expected="none missing", got=got, ok=not missing))
+    return rows
 
 
 _FLOOR_SHARE: Final = 0.1  # a floor above a tenth of the drift leaves nothing to blame an axis for

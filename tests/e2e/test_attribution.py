@@ -6,10 +6,14 @@ shares are taken over it alone, and add up to the whole.
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlmismatch import assemble, capture
+from rlmismatch.tokens import read_rollout
 from tests.cli_runs import MID, Done
 
 pytestmark = pytest.mark.engines
@@ -95,3 +99,19 @@ def test_the_first_divergence_is_an_operation_on_equal_inputs(done: Done) -> Non
 
 def test_the_report_says_how_to_run_it_again(attributed: Done) -> None:
     assert attributed.report["reproduce"].startswith(f"rlmismatch probe --attribute --ckpt {MID} ")
+
+
+@pytest.mark.parametrize("arm", ["boundary", "local"])
+def test_an_operation_that_one_side_never_saw_is_no_pass(attributed: Done, arm: str, tmp_path: Path) -> None:
+    """An empty list of errors has no error in it."""
+    folder = tmp_path / "run"
+    shutil.copytree(attributed.folder, folder)
+    assert assemble.report(folder).verdict.exit_code == 0
+    sequences = read_rollout(folder / "tokens.jsonl")
+    result = capture.read_arms(folder, "rollout")[arm]
+    result.boundaries = {name: x for name, x in result.boundaries.items() if not name.endswith(".attention")}
+    result.local = [e for e in result.local if e.pin != "attention"]
+    capture.write_arm(folder, "rollout", result, sequences[:1] if arm == "boundary" else sequences)
+    judged = assemble.report(folder).verdict
+    assert (judged.word, judged.exit_code) == ("INCONCLUSIVE", 5)
+    assert "attention" in judged.reasons[0].text
