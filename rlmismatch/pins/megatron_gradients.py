@@ -344,13 +344,15 @@ class GradientOps:
         return Patch(target=megatron_attention, name="apply_rotary_pos_emb", make=make, pins=("rope",), label="gradient of rope")
 
     def _attention(self, module: Any) -> Patch:
-        scale, impl = self.shape.softmax_scale, self.shape.impl
+        # The same scores as the forward pin's, or the gradient would be another function's: a window hides tokens in both directions.
+        scores: dict[str, Any] = {"scale": self.shape.softmax_scale, "window": self.shape.window}
+        impl = self.shape.impl
 
         def pinned(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
             done: list[attention.AttentionOut] = []  # its log-sum-exp is what the backward starts from
 
             def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-                done.append(attention.causal(q[:, 0], k[:, 0], v[:, 0], [0, q.shape[0]], scale=scale, impl=impl))
+                done.append(attention.causal(q[:, 0], k[:, 0], v[:, 0], [0, q.shape[0]], **scores, impl=impl))
                 return done[0].out_THD.flatten(1)[:, None]
 
             def backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
@@ -358,7 +360,7 @@ class GradientOps:
                 tokens = self._tokens
                 out_THD, lse_HT = done[0].out_THD[:tokens], done[0].lse_HT[:, :tokens].contiguous()
                 operands = (self._real(q), self._real(k), self._real(v), out_THD, lse_HT, self._real(dout).view_as(out_THD))
-                grads = attention_backward.causal_backward(*operands, [0, tokens], scale=scale, impl=impl)
+                grads = attention_backward.causal_backward(*operands, [0, tokens], **scores, impl=impl)
                 padding = (0, 0, 0, 0, 0, q.shape[0] - tokens)
                 return tuple(torch.nn.functional.pad(grad, padding)[:, None] for grad in (grads.dq_THD, grads.dk_THD, grads.dv_THD))
 

@@ -19,7 +19,7 @@ from tests.engines.megatron_runs import SEQUENCES, count_run
 
 FORWARD = ("forward",)
 TWO = {  # name -> (checkpoint, SideConfig fields)
-    **{f"{ckpt} {name}": (ckpt, fields) for ckpt in ("tiny-qwen3", "tiny-llama", "variant-qwen2-bias") for name, fields in (
+    **{f"{ckpt} {name}": (ckpt, fields) for ckpt in ("tiny-qwen3", "tiny-llama", "tiny-mistral", "variant-qwen2-bias") for name, fields in (
         ("tp1", {"tp": 1}), ("tp2", {"tp": 2}), ("tp2sp", {"tp": 2, "sp": True}),
     )},
     "fused": ("tiny-qwen3", {"tp": 2, "knobs": {"gemm.wgrad_accumulate": "fused"}}),
