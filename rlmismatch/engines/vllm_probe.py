@@ -51,12 +51,8 @@ def probe(
     live: LiveModel, seen: HeadRows, scores: Mapping[str, torch.Tensor], sequences: Seq[Sequence], impl: logprob.Impl
 ) -> dict[str, torch.Tensor]:
     """The tensors of `logprob_probe` for the first MAX_ROWS scored tokens of `sequences`. Collective."""
-    # The prompt's rows of a sequence are all but its last token's.
-    calls = [(h, x) for h, x in zip(seen.hidden, seen.logits, strict=True) if len(h) > 1]
     hidden, logits, targets = [], [], []
-    for sequence, (hidden_TH, logits_TV) in zip(sequences, calls, strict=True):
-        if len(hidden_TH) != len(sequence.token_ids) - 1:
-            raise RuntimeError(f"the head saw {len(hidden_TH)} rows of {sequence.id!r}, not {len(sequence.token_ids) - 1}")
+    for sequence, (hidden_TH, logits_TV) in zip(sequences, prompt_rows(seen, sequences), strict=True):
         scored = slice(len(sequence.prompt_ids) - 1, None)
         hidden.append(hidden_TH[scored])
         logits.append(logits_TV[scored])
@@ -75,6 +71,25 @@ def probe(
         joined=lambda x_NV, t_N, reduce: _joined(live, x_NV, t_N, reduce, impl),
     )
     return logprob_probe.tensors(site)
+
+
+def prompt_rows(seen: HeadRows, sequences: Seq[Sequence]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Hidden rows [T - 1, H] and logits [T - 1, V] of every token but the last, sequence by sequence, each prefilled alone.
+
+    Raises RuntimeError if the head was called otherwise than `HeadRows` says.
+    """
+    calls = list(zip(seen.hidden, seen.logits, strict=True))
+    # Told apart by their place, not by their rows: of a sequence of two tokens either call has one row.
+    expected = [rows for s in sequences for rows in (1, len(s.token_ids) - 1) if rows]
+    saw = [len(hidden) for hidden, _ in calls]
+    if saw != expected:
+        raise RuntimeError(f"the head saw calls of {saw} rows, not {expected}: of each prefill the sampled row, then the prompt's rows")
+    left = iter(calls)
+    out = []
+    for sequence in sequences:
+        hidden_1H, logits_1V = next(left)
+        out.append(next(left) if len(sequence.token_ids) > 1 else (hidden_1H[:0], logits_1V[:0]))
+    return out
 
 
 def _head(live: LiveModel, x_MH: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor | None:

@@ -12,11 +12,12 @@ from rlmismatch.checkpoint import ModelConfig
 from rlmismatch.engines import vllm_weights
 from rlmismatch.engines.protocol import SideConfig
 from rlmismatch.engines.vllm_memory import kv_cache_bytes
+from rlmismatch.engines.vllm_probe import HeadRows, prompt_rows
 from rlmismatch.engines.vllm_scoring import tokenised
 from rlmismatch.errors import UsageError
 from rlmismatch.pins.collectives import TpGroup
 from rlmismatch.pins.vllm_live import LiveModel
-from rlmismatch.tokens import Prompt
+from rlmismatch.tokens import Prompt, Sequence
 from tests.logprob.gloo import on_ranks
 
 
@@ -98,3 +99,27 @@ def test_the_cache_holds_what_a_step_can_fill(monkeypatch: pytest.MonkeyPatch, d
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _rank: SimpleNamespace(total_memory=140 * 10**9))
     config = cast("SideConfig", SimpleNamespace(tp=tp, dtype="bfloat16", device=device, gpu_memory_fraction=0.4))
     assert kv_cache_bytes(config, cast("ModelConfig", QWEN3_8B), weights=16 * 10**9, length=length, local_rank=0) == bytes_
+
+
+def _head_calls(*rows: int) -> HeadRows:
+    """Calls of the head with so many rows each; every value is the number of the call."""
+    filled = [torch.full((n, 2), float(i)) for i, n in enumerate(rows)]
+    return HeadRows(hidden=filled, logits=filled)
+
+
+SCORED = (
+    Sequence(id="two tokens", prompt_ids=(5,), response_ids=(7,)),
+    Sequence(id="prompt alone", prompt_ids=(5,), response_ids=()),
+    Sequence(id="four", prompt_ids=(7, 9, 11), response_ids=(3,)),
+)
+
+
+def test_the_prompts_rows_are_the_second_call_of_each_prefill() -> None:
+    found = prompt_rows(_head_calls(1, 1, 1, 1, 3), SCORED)
+    assert [hidden[:, 0].tolist() for hidden, _ in found] == [[1.0], [], [4.0, 4.0, 4.0]]
+
+
+@pytest.mark.parametrize("rows", [(1, 1, 1, 1), (1, 1, 1, 3), (1, 1, 1, 1, 3, 1), (1, 1, 1, 1, 2), (1, 1, 1, 3, 1), ()])
+def test_other_calls_of_the_head_are_no_rows(rows: tuple[int, ...]) -> None:
+    with pytest.raises(RuntimeError, match="the head saw calls"):
+        prompt_rows(_head_calls(*rows), SCORED)

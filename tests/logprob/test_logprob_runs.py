@@ -31,11 +31,14 @@ pytestmark = pytest.mark.engines
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, preloaded: str) -> Iterator[Mapping[str, Future[Done]]]:
     folder = tmp_path_factory.mktemp("logprob")
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text('{"token_ids": [5]}\n{"token_ids": [7, 9, 11]}\n')
+    every = {**RUNS, "two tokens": (*MASK, "--prompts", str(prompts), "--max-new-tokens", "1")}
     jobs = {
         name: functools.partial(
             run, "logprob", "--ckpt", TINY, *TP2, *QUICK, *options, out=folder / name.replace(" ", "-"), python=preloaded
         )
-        for name, options in RUNS.items()
+        for name, options in every.items()
     }
     with side_by_side(jobs) as started:
         yield started
@@ -78,6 +81,12 @@ def test_tokens_that_both_sides_cut_off_alike_are_no_defect(runs: Mapping[str, F
         c["trainer"]["value"] for c in done.report["contract"] if (c["axis"], c["field"]) == ("logprob.vocab_shards", "global_vocab")
     }
     assert vocab == 1100
+
+
+def test_a_sequence_of_two_tokens_has_its_row_in_the_probe(runs: Mapping[str, Future[Done]]) -> None:
+    done = runs["two tokens"].result().exits(0)
+    # The sampled row of such a prefill has the same shape; its logits would explain no recorded value.
+    assert measure(done, "logprob.transform_chain", "recorded values explained by: raw", "rollout")["value"] < 1e-6
 
 
 def test_counted_padding_is_named_with_its_bias(runs: Mapping[str, Future[Done]]) -> None:
