@@ -87,7 +87,8 @@ class Scorer:
             for i in range(len(prompts))
         ]
         self.reset_cache()
-        outputs = self._generate([p.token_ids for p in prompts], params)
+        with self._as_sampled():
+            outputs = self._generate([p.token_ids for p in prompts], params)
         self.reset_cache()
         sequences = []
         for prompt, output in zip(prompts, outputs, strict=True):
@@ -196,7 +197,7 @@ class Scorer:
             )
             for s in scored
         ]
-        with installed([Patch(target=self.runner.sampler, name="sample", make=self._forced, pins=(), label="forced sample")]):
+        with self._as_sampled(), installed([Patch(target=self.runner.sampler, name="sample", make=self._forced, pins=(), label="forced")]):
             outputs = self._generate(prompts, params, hits=hit)
         out = {s.id: torch.empty(0, dtype=torch.float64) for s in sequences}
         for s, output in zip(scored, outputs, strict=True):
@@ -237,6 +238,25 @@ class Scorer:
             return sampled, processed
 
         return sample
+
+    def _as_sampled(self) -> contextlib.AbstractContextManager[None]:
+        """How responses are sampled, and scored by decode, which is to have the same steps.
+
+        Where a step cuts a prompt, vLLM samples behind the piece, discards the token and sets the request's generator back, which a CPU's
+        cannot be.
+        """
+        return self._whole_prompts() if self.runner.device.type == "cpu" else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _whole_prompts(self) -> Iterator[None]:
+        """No step cuts a prompt: one that is longer than what a step has left waits for the next. Steps that cut none stay as they are."""
+        config = self.scheduler.scheduler_config
+        before = config.enable_chunked_prefill
+        config.enable_chunked_prefill = False
+        try:
+            yield
+        finally:
+            config.enable_chunked_prefill = before
 
     @contextlib.contextmanager
     def _steps_of(self, limit: int | None) -> Iterator[list[int]]:

@@ -28,7 +28,7 @@ from rlmismatch.engines import vllm_readings_gemm
 from rlmismatch.engines.protocol import ArmResult
 from rlmismatch.pins.spec import PINS, boundary_names
 from tests.engines import vllm_runs
-from tests.engines.vllm_runs import FLOAT32, NARROW_HEADS, PATHS, PLANTS, REFUSED, SEQUENCES, TINY
+from tests.engines.vllm_runs import FLOAT32, MANY, NARROW_HEADS, PATHS, PLANTS, REFUSED, SEQUENCES, TINY
 
 pytestmark = pytest.mark.engines
 
@@ -163,8 +163,19 @@ def test_every_requested_pin_counts_its_calls(runs: Runs, tp: int) -> None:
 @pytest.mark.parametrize("tp", TPS)
 def test_decoding_given_ids_repeats_what_was_recorded(runs: Runs, tp: int) -> None:
     arms = runs[tp]["arms"]
-    for sequence in arms["generated"]:
-        assert torch.equal(arms["recorded"].scores["decode"][sequence.id], torch.tensor(sequence.recorded_logprobs, dtype=torch.float64))
+    for generated, recorded in (("generated", "recorded"), ("many", "recorded many"), ("few", "recorded few")):
+        for sequence in arms[generated]:
+            found = arms[recorded].scores["decode"][sequence.id]
+            assert torch.equal(found, torch.tensor(sequence.recorded_logprobs, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("tp", TPS)
+def test_a_prompt_that_no_step_holds_beside_others_waits_and_is_not_cut(runs: Runs, tp: int) -> None:
+    """A CPU's generator cannot be set back behind a piece of a prompt."""
+    arms = runs[tp]["arms"]
+    assert arms["steps of many"] == [8 * 250, 2 * 250 + 8, 2]
+    assert arms["steps of few"] == [8 * 250, 8]
+    assert [s.prompt_ids for s in arms["many"]] == [p.token_ids for p in MANY]
 
 
 @pytest.mark.parametrize("tp", TPS)

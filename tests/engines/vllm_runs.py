@@ -53,6 +53,8 @@ SEQUENCES = (
 )
 TINY = (_sequence("tiny", 1, 2),)
 PROMPTS = tuple(Prompt(id=name, token_ids=SEQUENCES[4].prompt_ids) for name in ("first", "second"))
+# Together more tokens than one step takes; the first eight fit.
+MANY = tuple(Prompt(id=f"many {n}", token_ids=_sequence("", 250, 0, n).prompt_ids) for n in range(10))
 FLOAT32 = {
     1: ("tiny-qwen3", "tiny-llama", "qwen2-bias-wide-heads", "variant-rope-llama3", "variant-rope-linear"),
     2: ("tiny-qwen3", "variant-mqa"),
@@ -139,6 +141,11 @@ def arms(engine: VllmEngine) -> dict[str, Any]:
         "provenance": engine.provenance(),
     }
     out["recorded"] = arm(engine, paths=("decode",), sequences=out["generated"])
+    for name, prompts in (("many", MANY), ("few", MANY[:8])):
+        with engine._scorer._steps_of(None) as steps:
+            out[name] = engine.generate(prompts, max_new_tokens=2, seed=5)
+        out[f"steps of {name}"] = list(steps)
+        out[f"recorded {name}"] = arm(engine, paths=("decode",), sequences=out[name])
     for pin in PINS:
         out[f"only {pin}"] = arm(engine, paths=("prefill",), pins=frozenset({pin}))
     for reduce in ("allreduce_partials", "allgather_partials_fixed_merge", "allgather_logits", "guess"):
