@@ -34,6 +34,7 @@ from rlmismatch.contract import Reading
 from rlmismatch.drift import Budget, OracleError, against_oracle, signatures
 from rlmismatch.drift.budget import RECORDED
 from rlmismatch.engines.gemm_facts import NOT_FLIPPED
+from rlmismatch.engines.protocol import NOT_PACKED
 from rlmismatch.evidence import Evidence, SideEvidence, wanted_axes
 from rlmismatch.report.model import (
     Artifact,
@@ -372,7 +373,7 @@ def _notes(evidence: Evidence, book: ScoreBook) -> tuple[str, ...]:
         if c.outcome.value == "waived"
     ]
     for side in ("trainer", "rollout"):
-        said = (gradients.REFUSED, gradients.CONSISTS, NOT_FLIPPED)  # by the table of the gradients, and by the measures
+        said = (gradients.REFUSED, gradients.CONSISTS, NOT_FLIPPED, NOT_PACKED)  # by the table of the gradients, and by the measures
         seen = {note for result in book.arms[side].values() for note in result.notes if not note.startswith(said)}
         notes += [f"{side}: {note}" for note in sorted(seen)]
     return tuple(filter(None, (*notes, head.note(evidence))))

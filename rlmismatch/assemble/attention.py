@@ -15,7 +15,7 @@ from rlmismatch.contract import Evidence as Known
 from rlmismatch.contract import Reading
 from rlmismatch.drift import AlignedScores
 from rlmismatch.drift.model import Hint
-from rlmismatch.engines.protocol import SideName
+from rlmismatch.engines.protocol import NOT_PACKED, SideName
 from rlmismatch.evidence import Evidence
 from rlmismatch.report.model import MeasureRow
 
@@ -150,7 +150,10 @@ def _pages(evidence: Evidence, book: ScoreBook) -> Iterator[MeasureRow]:
         if arm is None:
             continue
         for axis, first, second, what in _PAGE_PAIRS:
-            if second in arm.scores:
+            why = next((n.removeprefix(NOT_PACKED) for n in arm.notes if n.startswith(NOT_PACKED)), "")
+            if second == "prefill_packed" and why:
+                yield MeasureRow(axis=axis, side="rollout", what=f"{what}, {words}", value=None, note=why)
+            elif second in arm.scores:
                 aligned = book.aligned(arm.scores[first], arm.scores[second])
                 # A plant that breaks the cache breaks its pin's operands too: the contract says so, and this is no second finding.
                 yield _apart(axis, f"{what}, {words}", aligned, None if evidence.broken else limit)

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from rlmismatch.contract import Reading
 from rlmismatch.pins.spec import LocalError as LocalError
@@ -36,6 +36,8 @@ ScorePath = Literal[
     "oracle",
     "plain",
 ]
+
+NOT_PACKED: Final = "prefill_packed left out: "  # and why: a note of an arm that asked for this path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ from rlmismatch.engines import (
     vllm_weights,
 )
 from rlmismatch.engines.gemm_probe import Seen
-from rlmismatch.engines.protocol import Arm, ArmResult, SideConfig
+from rlmismatch.engines.protocol import NOT_PACKED, Arm, ArmResult, SideConfig
 from rlmismatch.engines.vllm_attention_trial import AttentionTrial
 from rlmismatch.engines.vllm_collectives import CollectiveLog
 from rlmismatch.engines.vllm_paged import CacheTrial
@@ -190,6 +190,10 @@ class VllmEngine:
         forced = vllm_forced.in_force(self._live, self._worker.model_runner, other) if other else contextlib.nullcontext()
         with installed(pins.patches()) as counter, watch as seen, products as operands, forced as attended:
             for path in ("prefill",) if boundary else arm.paths:
+                refused = self._scorer.why_not_packed(sequences) if path == "prefill_packed" else ""
+                if refused:  # each sequence alone would be compared with itself
+                    result.notes.append(f"{NOT_PACKED}{refused}")
+                    continue
                 with calls.of(path):
                     result.scores[path] = self._scorer.score(path, sequences[:1] if boundary else sequences)  # type: ignore[arg-type]
             stepped: dict[str, torch.Tensor] = {}

@@ -10,6 +10,7 @@ prefill_shuffled and decode_shuffled hand pages out in another order. prefill_pa
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -140,13 +141,27 @@ class Scorer:
             )
         return _prompt_logprobs(output, ids, start, name)
 
+    def why_not_packed(self, sequences: Seq[Sequence]) -> str:
+        """Why no two of the sequences can share a prefill step; empty where some can."""
+        budget = self.scheduler.max_num_scheduled_tokens
+        lengths = [len(s.token_ids) for s in sequences]
+        # Steps are filled in the order that is given: two share one wherever two neighbours fit.
+        shortest = min((a + b for a, b in itertools.pairwise(lengths)), default=None)
+        if shortest is None:
+            return "one sequence has no other to share a step with"
+        return "" if shortest <= budget else f"a step takes {budget} tokens, and no two sequences in a row have fewer than {shortest}"
+
     def _packed(self, sequences: Seq[Sequence]) -> dict[str, torch.Tensor]:
-        """Every sequence's prefill, several of them in one step, as far as the engine's steps hold them."""
+        """Every sequence's prefill, several whole ones in one step, as far as the engine's steps hold them."""
+        refused = self.why_not_packed(sequences)
+        if refused:
+            raise EngineError("rollout-cannot-pack", refused, where="rollout")
         params = self._params(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
-        with self._steps_of(None) as steps:
+        with self._whole_prompts(), self._steps_of(None) as steps:
             outputs = self._generate([s.token_ids for s in sequences], [params] * len(sequences))
         total = sum(len(s.token_ids) for s in sequences)
-        if sum(steps) != total or (len(sequences) > 1 and len(steps) >= len(sequences)):
+        # None is cut, so fewer steps than sequences means that some shared one.
+        if sum(steps) != total or len(steps) >= len(sequences):
             raise EngineError(
                 "rollout-steps-differ",
                 f"packed prefill of {len(sequences)} sequences ({total} tokens) took steps of {steps}",

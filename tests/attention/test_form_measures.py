@@ -11,6 +11,7 @@ import torch
 from rlmismatch.arms import PAGED_PINNED
 from rlmismatch.assemble import attention
 from rlmismatch.drift.align import align
+from rlmismatch.engines.protocol import NOT_PACKED
 from rlmismatch.report.model import MeasureRow
 from rlmismatch.tokens import Sequence
 
@@ -19,10 +20,14 @@ SCORES = {"a": torch.tensor([-1.0, -2.0])}
 
 
 def on_shuffled_pages(shuffled: torch.Tensor) -> MeasureRow:
-    arm = SimpleNamespace(scores={"prefill": SCORES, "prefill_shuffled": {"a": shuffled}})
+    return row_of({"prefill": SCORES, "prefill_shuffled": {"a": shuffled}}, "shuffled pages")
+
+
+def row_of(scores: dict[str, dict[str, torch.Tensor]], words: str, *notes: str) -> MeasureRow:
+    arm = SimpleNamespace(scores=scores, notes=list(notes))
     book: Any = SimpleNamespace(arms={"trainer": {}, "rollout": {PAGED_PINNED: arm}}, aligned=lambda a, b: align(a, b, SEQUENCES))
     evidence: Any = SimpleNamespace(broken=(), side=lambda _: None, run={"checkpoint": {"num_heads": 8}})
-    (row,) = (r for r in attention.measures(evidence, book) if "shuffled pages" in r.what)
+    (row,) = (r for r in attention.measures(evidence, book) if words in r.what)
     return row
 
 
@@ -36,3 +41,10 @@ def test_scores_that_cannot_be_compared_are_within_no_limit() -> None:
         row = on_shuffled_pages(shuffled)
         assert math.isnan(row.value or 0.0)
         assert (row.ok, bool(row.note)) == (False, True)
+
+
+def test_a_packed_prefill_that_was_left_out_is_no_pass_and_says_why() -> None:
+    row = row_of({"prefill": SCORES}, "packed into one prefill", NOT_PACKED + "no room")
+    assert (row.value, row.limit, row.note) == (None, None, "no room")
+    taken = row_of({"prefill": SCORES, "prefill_packed": SCORES}, "packed into one prefill", "another note")
+    assert (taken.value, taken.limit) == (0.0, 0.0)

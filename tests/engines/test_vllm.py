@@ -25,7 +25,7 @@ from fixtures.recipes import FIXTURES, VARIANTS
 from rlmismatch.checkpoint import Checkpoint
 from rlmismatch.contract import Evidence, Reading
 from rlmismatch.engines import vllm_readings_gemm
-from rlmismatch.engines.protocol import ArmResult
+from rlmismatch.engines.protocol import NOT_PACKED, ArmResult
 from rlmismatch.pins.spec import PINS, boundary_names
 from tests.engines import vllm_runs
 from tests.engines.vllm_runs import FLOAT32, MANY, NARROW_HEADS, PATHS, PLANTS, REFUSED, SEQUENCES, TINY
@@ -176,6 +176,32 @@ def test_a_prompt_that_no_step_holds_beside_others_waits_and_is_not_cut(runs: Ru
     assert arms["steps of many"] == [8 * 250, 2 * 250 + 8, 2]
     assert arms["steps of few"] == [8 * 250, 8]
     assert [s.prompt_ids for s in arms["many"]] == [p.token_ids for p in MANY]
+
+
+@pytest.mark.parametrize("tp", TPS)
+def test_sequences_are_packed_as_far_as_steps_hold_two_whole_ones(runs: Runs, tp: int) -> None:
+    arms = runs[tp]["arms"]
+    lengths = [len(s.token_ids) for s in SEQUENCES[:5]]
+    assert arms["packed in one step, steps"] == [sum(lengths)]
+    assert arms["packed in two steps, steps"] == [sum(lengths[:4]), lengths[4]]
+    for name in ("in one step", "in two steps"):
+        found = arms[f"packed {name}"]
+        assert found.notes == []
+        for s in SEQUENCES[:5]:
+            assert torch.equal(found.scores["prefill_packed"][s.id], arms["pinned"].scores["prefill"][s.id])
+
+
+@pytest.mark.parametrize("tp", TPS)
+def test_what_cannot_be_packed_is_left_out_and_says_why(runs: Runs, tp: int) -> None:
+    arms = runs[tp]["arms"]
+    for name, why in (
+        ("packed apart", "a step takes 16 tokens, and no two sequences in a row have fewer than 17"),
+        ("packed alone", "one sequence has no other to share a step with"),
+    ):
+        assert arms[name].notes[0] == NOT_PACKED + why
+        assert arms[name].scores == {}
+        assert arms[f"{name}, steps"] == []
+    assert arms["errors"]["rollout-steps-differ"] == "rollout-steps-differ"
 
 
 @pytest.mark.parametrize("tp", TPS)

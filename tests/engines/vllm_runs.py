@@ -159,6 +159,16 @@ def arms(engine: VllmEngine) -> dict[str, Any]:
         "boundary-probe-needs-every-pin": slug_of(lambda: arm(engine, pins=every - {"rope"}, probe="boundary")),
         "prompt-needs-tokenizer": slug_of(lambda: engine.generate((Prompt(id="x", text="a"),), max_new_tokens=1, seed=0)),
     }
+    for name, tokens, sequences in (
+        ("in one step", 128, SEQUENCES[:5]),
+        ("in two steps", 40, SEQUENCES[:5]),
+        ("apart", 16, SEQUENCES[:4]),
+        ("alone", 128, TINY),
+    ):
+        with step_of(engine, tokens), engine._scorer._steps_of(None) as steps:
+            out[f"packed {name}"] = arm(engine, pins=every, paths=("prefill_packed",), sequences=sequences)
+        out[f"packed {name}, steps"] = list(steps)
+    out["errors"]["rollout-steps-differ"] = slug_of(lambda: one_a_step(engine))
     out["errors inside an arm"] = [raises_inside(engine, path) for path in PATHS]
     # On a CPU whose attention packs K, the pin keeps rows of its own; here that is feigned.
     known, vllm_attention._PLAIN_ISAS = vllm_attention._PLAIN_ISAS, ()  # type: ignore[misc, assignment]
@@ -167,6 +177,29 @@ def arms(engine: VllmEngine) -> dict[str, Any]:
     out["native again"] = arm(engine)
     out["attributes left behind"] = sorted(patched_attributes(engine) - patched)
     return out
+
+
+@contextlib.contextmanager
+def step_of(engine: VllmEngine, tokens: int) -> Iterator[None]:
+    """The scheduler's steps take so many tokens."""
+    scheduler = engine._scorer.scheduler
+    before = scheduler.max_num_scheduled_tokens
+    scheduler.max_num_scheduled_tokens = tokens
+    try:
+        yield
+    finally:
+        scheduler.max_num_scheduled_tokens = before
+
+
+def one_a_step(engine: VllmEngine) -> None:
+    """A packed prefill in an engine that puts one sequence into a step, whatever its budget."""
+    scheduler = engine._scorer.scheduler
+    before = scheduler.max_num_active_reqs
+    scheduler.max_num_active_reqs = 1
+    try:
+        arm(engine, paths=("prefill_packed",))
+    finally:
+        scheduler.max_num_active_reqs = before
 
 
 def patched_attributes(engine: VllmEngine) -> set[str]:
