@@ -81,6 +81,7 @@ CASES: dict[str, tuple[list[str], str, str]] = {
     "budget file missing": (["--ckpt", TINY, "--budget", "{tmp}/limits.yaml"], "file-unreadable", "limits.yaml"),
     "fail-on unknown": (["--ckpt", TINY, "--fail-on", "contrat"], "fail-on-unknown", "did you mean contract"),
     "config key unknown": (["--config", "{yaml}"], "config-key-unknown", "trainer_tp"),
+    "too hot to sample": (["--ckpt", TINY, "--temperature", "2.5"], "temperature-not-sampled", "--rollout FILE"),
     "too few ranks": (["--ckpt", TINY, "--trainer-tp", "2", "--nproc", "1"], "too-few-ranks", "--nproc 2"),
 }
 
@@ -122,6 +123,20 @@ def test_an_axis_that_is_not_built_is_exit_7(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_the_backward_is_refused_before_an_engine_starts(slug: str, options: tuple[str, ...], tmp_path: Path) -> None:
     _refused(run("gemm", "--ckpt", TINY, *options, out=tmp_path / "run"), slug)
+
+
+@pytest.mark.parametrize("size", ["0", "-3"])
+@pytest.mark.parametrize("option", ["--fusion-block-size", "--fusion-chunk-size"])
+def test_a_fused_loss_takes_no_block_of_nothing(option: str, size: str, tmp_path: Path) -> None:
+    done = run("logprob", "--ckpt", TINY, option, size, out=tmp_path / "run")
+    assert done.code == 2
+    assert option in done.stderr
+    assert "range x>=1" in done.stderr
+
+
+def test_given_tokens_are_scored_at_any_temperature() -> None:
+    assert settings_of("probe", {"ckpt": TINY, "temperature": 2.5, "rollout": "x.jsonl"}).temperature == 2.5
+    assert settings_of("probe", {"ckpt": TINY, "temperature": 2.0}).temperature == 2.0
 
 
 def test_an_output_folder_that_holds_something_is_never_written_to(tmp_path: Path) -> None:

@@ -186,10 +186,10 @@ def options(*groups: list[Any]) -> Callable[[Callable[..., Any]], Callable[..., 
 
 @dataclasses.dataclass(frozen=True)
 class Knob:
-    """An option of one family's command that turns a knob. values: ``a|b|c``, or a type for a free value."""
+    """An option of one family's command that turns a knob. values: ``a|b|c``, or a type for a free value, or for one in a range."""
 
     option: str
-    values: str | type[int] | type[float] | type[str]
+    values: str | type[int] | type[float] | type[str] | click.IntRange
     help: str
     # each: both sides, or one alone. both: never one alone. trainer, rollout: the other has nothing of the kind, and is not asked.
     side: Literal["each", "both", "trainer", "rollout"] = "each"
@@ -300,6 +300,7 @@ PLANT_NEEDS = {
 }
 # Axes whose plants break the backward alone: nothing shows them but gradients.
 GRADIENT_AXES = ("gemm.dgrad_reduce", "gemm.wgrad_accumulate")
+HOTTEST_SAMPLING = 2.0  # vllm.SamplingParams refuses more
 PLANTED_TEMPERATURE = 0.7  # at 1 a side has no temperature to leave out
 SHARED = (_INPUT, _SIDES, _JUDGE, OUTPUT)
 
@@ -340,6 +341,12 @@ def settings_of(
         axes.plant(plant, side_name)
     if settings.temperature == 1.0 and any(plant in ("temperature_not_applied", "entropy_before_temperature") for plant, _ in planted):
         settings = dataclasses.replace(settings, temperature=PLANTED_TEMPERATURE)
+    if settings.temperature > HOTTEST_SAMPLING and not settings.rollout:
+        raise UsageError(
+            "temperature-not-sampled",
+            f"--temperature {settings.temperature:g}: vLLM samples at {HOTTEST_SAMPLING:g} at most",
+            hint=f"--temperature of at most {HOTTEST_SAMPLING:g}, or --rollout FILE with tokens that are given: they are scored at any",
+        )
     if any(a.id in GRADIENT_AXES for plant, _ in planted for a in axes.axes_of_plant(plant)):
         settings = dataclasses.replace(settings, grads=True)
     _check_grads(settings)

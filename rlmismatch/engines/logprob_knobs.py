@@ -152,6 +152,16 @@ def trial_targets(logits_TV: torch.Tensor, chain: Chain) -> torch.Tensor:
     return best_T2.gather(1, second_T[:, None])[:, 0]
 
 
+def rounding_nats(x_TV: torch.Tensor) -> float:
+    """How far two rows' float32 log-probs may lie apart by rounding alone; x_TV: the logits, transforms applied, columns cut off at -inf.
+
+    float32 holds x to 2^-24 of its size. A row's log-prob is rounded at that size four times at most (the division by the temperature,
+    the maximum's too, the target minus the maximum, minus the log of the sum), and so is the other row's. Logits of 10 lose 5e-6 so;
+    over a temperature of 0.001 they are 1e4 and lose 5e-3, where other chains lie thousands of nats away.
+    """
+    return 8 * 2.0**-24 * float(x_TV[x_TV.isfinite()].abs().max())
+
+
 def rows_made_of(logits_TV: torch.Tensor, x_TH: torch.Tensor, weight_VH: torch.Tensor, source: str) -> Reading:
     """Whether row t of `logits_TV` is the head's product of row t of `x_TH`, or of which other one."""
     if not weight_VH.shape[0]:

@@ -10,7 +10,7 @@ import torch
 
 from rlmismatch.contract import Reading, read, unknown
 from rlmismatch.engines import logprob_knobs
-from rlmismatch.engines.logprob_knobs import rows_made_of, trial_targets
+from rlmismatch.engines.logprob_knobs import rounding_nats, rows_made_of, trial_targets
 from rlmismatch.engines.logprob_plants import owner_twice
 from rlmismatch.pins.hooks import OpSwitch, Recorder, installed
 from rlmismatch.transforms import Chain, candidates
@@ -52,22 +52,25 @@ def loss(engine: MegatronEngine) -> LossBehaviour:
     columns = (
         {"mask": shard.vocab_size} if shard.padded_vocab_size == shard.vocab_size else _both(shard.vocab_size, shard.padded_vocab_size)
     )
-    tried: list[tuple[float, float, bool, str, Chain]] = []
+    tried: list[tuple[float, float, bool, str, Chain, float]] = []
     for chain in candidates(logprob_knobs.chain_of(engine.config), engine.native_settings.chain, Chain()):
         for padding, width in columns.items():
             x_TV = chain.apply(logits_TV[:, :width].double())
             exact_T = x_TV.log_softmax(-1).gather(1, targets_T[:, None])[:, 0]
             for single in (True, False):
                 difference_T = live_T - (exact_T if single else exact_T + owner_twice(x_TV, targets_T))
-                tried.append((float(difference_T.max() - difference_T.min()), -float(difference_T.mean()), single, padding, chain))
+                spread, offset = float(difference_T.max() - difference_T.min()), -float(difference_T.mean())
+                tried.append((spread, offset, single, padding, chain, rounding_nats(x_TV)))
     # Of chains that are one function the first stands, which is the one asked for.
-    spread, offset, single, padding, chain = next(t for t in tried if not t[0] > min(x[0] for x in tried) + _SAME_NATS)
+    spread, offset, single, padding, chain, lost = next(t for t in tried if not t[0] > min(x[0] for x in tried) + _SAME_NATS)
     way = engine.native_settings.way
     exact = (way.accum, way.downcast) == ("fp32", "final_write")
-    tolerance = _TOLERANCE_NATS if exact else _COARSE_NATS
+    # Absolute where logits are of ordinary size, and what rounding takes of large ones.
+    tolerance = (_TOLERANCE_NATS if exact else _COARSE_NATS) + lost
     count = _counted_columns if exact else _counted_at_boundaries
     if engine.native_settings.chain.elementwise:
-        counted = count(engine, offset if spread <= tolerance else 0.0)
+        # Of what rounding alone may be, nothing stands in equal logits.
+        counted = count(engine, offset if spread <= tolerance and abs(offset) > lost else 0.0)
     else:
         counted = read(shard.vocab_size, "config.json: a truncated distribution has no equal columns to count")
     if spread <= tolerance:

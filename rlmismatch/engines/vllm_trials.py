@@ -9,7 +9,7 @@ import torch
 
 from rlmismatch import float64
 from rlmismatch.contract import Reading, read, unknown
-from rlmismatch.engines.logprob_knobs import planted_chain, rows_made_of, trial_targets
+from rlmismatch.engines.logprob_knobs import planted_chain, rounding_nats, rows_made_of, trial_targets
 from rlmismatch.engines.logprob_plants import owner_twice
 from rlmismatch.engines.protocol import SideConfig
 from rlmismatch.pins.vllm_live import LiveModel
@@ -50,28 +50,32 @@ def score(live: LiveModel, dtype: torch.dtype, config: SideConfig) -> ScoreBehav
     live_T = _live_logprob(live, logits_TV, targets_T)
     pads = int(live.model.lm_head.num_embeddings_padded) - live.vocab_size
     widths = {"mask": 0, "include": pads} if pads else {"mask": 0}
-    tried: list[tuple[float, float, bool, str, Chain]] = []
+    tried: list[tuple[float, float, bool, str, Chain, float]] = []
     for chain in candidates(asked, planted, Chain()):
         for padding, width in widths.items():
             x_TV = chain.apply(torch.nn.functional.pad(logits_TV.double(), (0, width)))
             exact_T = float64.log_softmax(x_TV).gather(1, targets_T[:, None])[:, 0]
             for single in (True, False):
                 difference_T = live_T - (exact_T if single else exact_T + owner_twice(x_TV, targets_T))
-                tried.append((float(difference_T.max() - difference_T.min()), -float(difference_T.mean()), single, padding, chain))
+                spread, offset = float(difference_T.max() - difference_T.min()), -float(difference_T.mean())
+                tried.append((spread, offset, single, padding, chain, rounding_nats(x_TV)))
     # Of lists that are one function the first stands, which is the one asked for.
-    spread, offset, single, padding, chain = next(t for t in tried if not t[0] > min(x[0] for x in tried) + _SAME_NATS)
-    too_large = offset if spread <= _TOLERANCE_NATS else 0.0
+    spread, offset, single, padding, chain, lost = next(t for t in tried if not t[0] > min(x[0] for x in tried) + _SAME_NATS)
+    # Absolute where logits are of ordinary size, and what rounding takes of large ones.
+    tolerance = _TOLERANCE_NATS + lost
+    # Of what rounding alone may be, nothing stands in equal logits.
+    too_large = offset if spread <= tolerance and abs(offset) > lost else 0.0
     counted = _live_logprob(live, torch.zeros_like(logits_TV), torch.arange(1, _ROWS + 1) % live.vocab_size)
     columns = read(
         round(float(torch.exp(-counted.mean() - too_large))) - widths[padding], "trial: equal logits through sampler.compute_logprobs"
     )
     if not planted.elementwise or not chain.elementwise:
         columns = read(live.vocab_size, "config.json: a truncated distribution has no equal columns to count")
-    if spread <= _TOLERANCE_NATS:
+    if spread <= tolerance:
         before = f"logits_processor.soft_cap, scale; {source}" if own.steps else source
         return ScoreBehaviour(
             chain=read(own.texts + chain.texts, before),
-            offset=read(offset if abs(offset) > _TOLERANCE_NATS else 0.0, source),
+            offset=read(offset if abs(offset) > tolerance else 0.0, source),
             padding=read(padding, source),
             single_owner=read(single, source),
             columns=columns,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -104,6 +105,17 @@ def test_head_knobs() -> None:
     assert resolved(head_dtype="fp32", materialization="last_token_only").head == HeadSettings(dtype=torch.float32, rows=1)
     assert resolved(head_dtype="bf16", materialization="full_prefill").head == HeadSettings()
     assert resolved(materialization="chunked").head == HeadSettings(rows=config().chunk_size)
+
+
+def test_rounding_grows_with_the_logits_and_knows_no_column_that_is_cut_off() -> None:
+    x_TV = torch.tensor([[10.0, -2.0, -math.inf], [1.0, -10.0, 0.0]])
+    assert logprob_knobs.rounding_nats(x_TV) < 1e-5
+    assert logprob_knobs.rounding_nats(x_TV / 0.001) == pytest.approx(1000 * logprob_knobs.rounding_nats(x_TV))
+    # What it stands for: two float32 rows against float64, over a temperature.
+    logits_TV = torch.randn(2000, 300, generator=torch.Generator().manual_seed(0)) * 3
+    lost_TV = (logits_TV / 0.001).log_softmax(-1).double() - (logits_TV.double() / 0.001).log_softmax(-1)
+    lost_T = lost_TV.gather(1, logits_TV.topk(2, dim=1).indices)[:, 1]
+    assert 1e-4 < float(lost_T.max() - lost_T.min()) < logprob_knobs.rounding_nats(logits_TV.double() / 0.001)
 
 
 def test_the_chain_is_temperature_and_transforms_in_the_order_asked_for() -> None:

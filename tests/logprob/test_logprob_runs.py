@@ -22,6 +22,7 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "padded": (),
     "raw": (*MASK, "--temperature", "0.6", "--rollout.logprobs-mode", "raw_logprobs"),
     "refused": (*MASK, "--trainer-impl", "mcore_te_fused", "--merge-order", "nccl_algo"),
+    "cold": (*MASK, "--temperature", "0.001"),
     "one sided": (*MASK, "--trainer.head-dtype", "fp32"),
     "cut alike": (*MASK, "--temperature", "0.7", "--top-k", "8", "--top-p", "0.999"),
 }
@@ -102,6 +103,15 @@ def test_raw_log_probs_beside_a_temperature_are_explained(runs: Mapping[str, Fut
     explained = measure(done, "logprob.transform_chain", "explained by", "rollout")
     assert explained["what"].endswith(": raw")
     assert explained["note"] == "rollout: raw; trainer: temperature(0.6)"
+
+
+def test_a_cold_chain_is_recognised_by_logits_as_large_as_it_makes_them(runs: Mapping[str, Future[Done]]) -> None:
+    """Over 0.001 logits are some 1e4, which float32 holds to 1e-3: both sides round, and no contract is broken."""
+    done = runs["cold"].result().exits(0)
+    values = {(c["axis"], c["field"]): (c["trainer"]["value"], c["rollout"]["value"]) for c in done.report["contract"]}
+    assert values["logprob.transform_chain", "transform_chain"] == (["temperature(0.001)"],) * 2
+    assert values["logprob.vocab_padding", "vocab_padding_policy"] == ("mask", "mask")
+    assert values["logprob.selected_gather", "single_owner"] == (True, True)
 
 
 def test_what_an_engine_cannot_take_is_no_pass(runs: Mapping[str, Future[Done]]) -> None:
