@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -142,23 +143,29 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"
 
 
-def read_config(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Options from a YAML file: one mapping, keys with - or _. `known`: option name -> whether it takes a list."""
+def read_config(path: Path, known: Collection[str]) -> dict[str, Any]:
+    """Options from a YAML file by their names in `known`: one mapping, keys with - or _, each once and none of them empty."""
     import yaml
 
     try:
-        data = yaml.safe_load(path.read_text())
+        text = path.read_text()
+        data, node = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError("file-unreadable", f"cannot read {path}: {error}", where=str(path)) from None
     except yaml.YAMLError as error:
         raise UsageError("config-malformed", f"not YAML: {error}", where=str(path)) from None
-    if not isinstance(data, dict):
+    if not isinstance(data, dict) or not isinstance(node, yaml.MappingNode):
         raise UsageError("config-malformed", "the file must hold one mapping of options", where=str(path))
+    # YAML's own reader keeps the last of two equal keys and says nothing, so the keys are counted as they were written.
+    written = Counter(str(key.value).replace("-", "_") for key, _ in node.value)
     out = {}
     for key, value in data.items():
         name = str(key).replace("-", "_")
         if name not in known:
             raise UsageError("config-key-unknown", f"unknown option {key!r}", where=str(path), hint=nearest(name, known))
-        listed = value if isinstance(value, list) else [value]
-        out[name] = [str(v) for v in listed] if known[name] else value
+        if written[name] > 1:
+            raise UsageError("config-key-twice", f"{key!r} is given {written[name]} times", where=str(path), hint="- and _ are one key")
+        if value is None or (isinstance(value, list) and None in value):
+            raise UsageError("config-value-missing", f"{key!r} has no value", where=str(path), hint="leave the line out for the default")
+        out[name] = value
     return out

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 
 from rlmismatch import axes
 from rlmismatch.cli import COMMANDS, render_error
+from rlmismatch.commands import attention, gemm
 from rlmismatch.commands.options import settings_of
 from rlmismatch.errors import EngineError, EnvironmentUnfitError, RlmismatchError, UsageError
 from rlmismatch.evidence import wanted_axes
@@ -157,3 +160,60 @@ def test_options_may_stand_in_yaml_and_the_command_line_wins(tmp_path: Path) -> 
     assert "the trainer needs 2 ranks" in _refused(done, "too-few-ranks")  # trainer-tp and nproc were read
     done = run("probe", "--config", config, "--trainer-tp", "3", out=tmp_path / "b")
     _refused(done, "checkpoint-does-not-fit-tp")  # 3 won over 2
+
+
+# Line of a --config file -> what the option becomes. YAML 1.1 reads on and off as booleans.
+YAML_WORDS = {
+    "oracle: off": ("oracle", "off"),
+    "trainer.tf32: on": ("trainer_knob_tf32", "on"),
+    "tf32: off": ("knob_tf32", "off"),
+    "sp: true": ("sp", True),
+    "trainer-tp: 2": ("trainer_tp", 2),
+    "timeout: 60": ("timeout", 60.0),
+    "plant: [eps@trainer]": ("plant", ("eps@trainer",)),
+    "waive: model.norm:eps": ("waive", ("model.norm:eps",)),
+}
+
+
+def _options_of(config: Path) -> dict[str, Any]:
+    return gemm.command.make_context("gemm", ["--config", str(config), "--ckpt", TINY]).params
+
+
+@pytest.mark.parametrize("line", YAML_WORDS)
+def test_yaml_values_are_what_the_command_line_would_make_of_them(line: str, tmp_path: Path) -> None:
+    name, value = YAML_WORDS[line]
+    (tmp_path / "run.yaml").write_text(line)
+    assert _options_of(tmp_path / "run.yaml")[name] == value
+
+
+def test_yaml_may_say_attention_off(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("attention: off")
+    context = attention.command.make_context("attention", ["--config", str(tmp_path / "run.yaml"), "--ckpt", TINY])
+    assert context.params["attention"] == "off"
+
+
+@pytest.mark.parametrize("line", ["trainer-tp: 1.9", "seed: 1.9", "max-new-tokens: true", "sp: 2", "oracle: on"])
+def test_a_yaml_value_that_the_command_line_refuses_is_refused(line: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(line)
+    with pytest.raises(click.BadParameter) as caught:
+        _options_of(tmp_path / "run.yaml")
+    assert line.partition(":")[0] in caught.value.format_message()
+
+
+@pytest.mark.parametrize(
+    ("text", "slug", "key"),
+    [
+        ("seed:", "config-value-missing", "seed"),
+        ("plant: [eps, ~]", "config-value-missing", "plant"),
+        ("trainer_tp: 2\ntrainer-tp: 1", "config-key-twice", "trainer"),
+        ("seed: 1\nseed: 2", "config-key-twice", "seed"),
+        ("seed: [1]", "config-value-malformed", "seed"),
+        ("budget: {mean_abs: 1}", "config-value-malformed", "budget"),
+        ("out: on", "config-value-malformed", "out"),
+    ],
+)
+def test_a_yaml_line_that_says_nothing_or_two_things_is_refused(text: str, slug: str, key: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(UsageError, match=key) as caught:
+        _options_of(tmp_path / "run.yaml")
+    assert caught.value.slug == slug
