@@ -10,6 +10,7 @@ from rich.cells import cell_len
 Style = Literal["", "good", "bad", "warn", "dim", "strong"]
 BAR_WIDTH: Final = 12
 MIN_FLEX: Final = 8
+MIN_KEY: Final = 24  # of a first column that is flexible: it says what a row is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,24 +106,57 @@ def cell(text: str, style: Style = "") -> Cell:
 
 
 def fit(table: Table, width: int, *, gap: int = 2, header_padding: int = 0) -> Table:
-    """The table with the cells of flexible columns cut so that it fits `width` columns with `gap` between; never below 8 each.
+    """The table with the cells of flexible columns cut so that it fits `width` columns with `gap` between, each to its least at most.
 
     header_padding: blanks that the renderer adds to each header.
     """
-    heads = [max(cell_len(c.header), cell_len(c.unit)) + header_padding for c in table.columns]
-    widths = [max([head, *(_wide(row[i]) for row in table.rows)]) for i, head in enumerate(heads)]
-    flexible = [i for i, c in enumerate(table.columns) if c.flexible and widths[i] > MIN_FLEX]
+    widths, least = _widths(table, header_padding)
+    flexible = [i for i, w in enumerate(widths) if w > least[i]]
     surplus = sum(widths) + gap * (len(widths) - 1) - width
     while surplus > 0 and flexible:
         widest = max(flexible, key=lambda i: widths[i])
         widths[widest] -= 1
         surplus -= 1
-        flexible = [i for i in flexible if widths[i] > MIN_FLEX]
+        flexible = [i for i in flexible if widths[i] > least[i]]
     rows = tuple(
         tuple(Cell(text=clip(c.text, widths[i]), style=c.style, bar=c.bar) if table.columns[i].flexible else c for i, c in enumerate(row))
         for row in table.rows
     )
     return Table(columns=table.columns, rows=rows)
+
+
+def fits(table: Table, width: int, *, gap: int = 2, header_padding: int = 0) -> bool:
+    """Whether `fit` can make it narrow enough without a cut in a column that must be whole."""
+    _, least = _widths(table, header_padding)
+    return sum(least) + gap * (len(least) - 1) <= width
+
+
+def parts(table: Table, width: int, *, gap: int = 2, header_padding: int = 0) -> tuple[Table, ...]:
+    """The table as one that `fits`, or as several with its columns in turn, each beside the first one, which says what a row is.
+
+    A pair of columns that does not fit even so is wider than `width`: a number that is cut is another number.
+    """
+    _, least = _widths(table, header_padding)
+    groups: list[list[int]] = [[]]
+    for i in range(1, len(least)):
+        taken = least[0] + sum(gap + least[other] for other in (*groups[-1], i))
+        if groups[-1] and taken > width:
+            groups.append([])
+        groups[-1].append(i)
+    said = [group for group in groups if any(row[i].text for row in table.rows for i in group)]
+    cut = [
+        Table(columns=tuple(table.columns[i] for i in (0, *group)), rows=tuple(tuple(row[i] for i in (0, *group)) for row in table.rows))
+        for group in said or groups[:1]
+    ]
+    return tuple(fit(part, width, gap=gap, header_padding=header_padding) for part in cut)
+
+
+def _widths(table: Table, header_padding: int) -> tuple[list[int], list[int]]:
+    """Each column's width, and the least it may have: all of it, or of a flexible one its header and some characters."""
+    heads = [max(cell_len(c.header), cell_len(c.unit)) + header_padding for c in table.columns]
+    widths = [max([head, *(_wide(row[i]) for row in table.rows)]) for i, head in enumerate(heads)]
+    floors = [max(head, MIN_FLEX if i else MIN_KEY) for i, head in enumerate(heads)]
+    return widths, [min(w, floor) if c.flexible else w for c, w, floor in zip(table.columns, widths, floors, strict=True)]
 
 
 def clip(text: str, width: int) -> str:

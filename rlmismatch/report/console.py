@@ -15,20 +15,37 @@ from rich.panel import Panel
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from rlmismatch.report.blocks import BAR_WIDTH, Block, Cell, Headline, Item, Items, Lines, Page, Pairs, Section, Table, fit, spaced
+from rlmismatch.report.blocks import (
+    BAR_WIDTH,
+    Block,
+    Cell,
+    Headline,
+    Item,
+    Items,
+    Lines,
+    Page,
+    Pairs,
+    Section,
+    Table,
+    fit,
+    fits,
+    parts,
+    spaced,
+)
 
 WIDTH: Final = 100
 INDENT: Final = 2
 GAP: Final = 2
 STYLES: Final = {"": "", "good": "green", "bad": "bold red", "warn": "yellow", "dim": "bright_black", "strong": "bold"}
 MARKS: Final = {"good": "✓", "bad": "✗", "warn": "!", "dim": "·"}
+_BEYOND: Final = 4096
 ARROW: Final = "bold cyan"
 BANNER_STYLE: Final = "bold white on magenta"
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
 
 
 def render(content: Page, *, width: int | None = None, colour: bool | None = None) -> str:
-    """The page as terminal text, `width` columns wide at most.
+    """The page as terminal text, `width` columns wide at most; only a number that does not fit beside the name of its row goes beyond.
 
     width: None is the terminal's own up to 100 columns, and 100 where there is no terminal. colour: None is "only on a terminal
     and only if NO_COLOR is not set".
@@ -38,7 +55,7 @@ def render(content: Page, *, width: int | None = None, colour: bool | None = Non
     out = io.StringIO()
     console = Console(
         file=out,
-        width=columns,
+        width=max(columns, _BEYOND),  # rich cuts what is wider than the console
         force_terminal=coloured,
         color_system="standard" if coloured else None,
         no_color=not coloured,
@@ -49,15 +66,16 @@ def render(content: Page, *, width: int | None = None, colour: bool | None = Non
         _environ={},
     )
     for line in content.banner:
-        console.print(Padding(Text(line), (0, 1), style=BANNER_STYLE if coloured else "", expand=True))
-    console.print(_verdict(content.title, content.headline))
+        console.print(Padding(Text(line), (0, 1), style=BANNER_STYLE if coloured else "", expand=True), width=columns)
+    console.print(_verdict(content.title, content.headline), width=columns)
     for section in content.sections:
         console.print()
-        console.print(_title(section))
+        console.print(_title(section), width=columns)
         for i, block in enumerate(section.blocks):
             if i and spaced(section.blocks[i - 1], block):
                 console.print()
-            console.print(Padding(_block(block, columns - INDENT), (0, 0, 0, INDENT)))
+            wide = _BEYOND if isinstance(block, Table) else columns
+            console.print(Padding(_block(block, columns - INDENT), (0, 0, 0, INDENT)), width=wide)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
@@ -90,9 +108,18 @@ def _title(section: Section) -> Text:
     return text
 
 
+def _tables(table: Table, width: int) -> RenderableType:
+    """The table, closer where that is enough, or else in parts below each other."""
+    for gap in (GAP, 1):
+        if fits(table, width, gap=gap):
+            return _table(fit(table, width, gap=gap), gap)
+    first, *more = parts(table, width, gap=GAP)
+    return Group(_table(first, GAP), *(Group(Text(), _table(one, GAP)) for one in more))
+
+
 def _block(block: Block, width: int) -> RenderableType:
     if isinstance(block, Table):
-        return _table(fit(block, width, gap=GAP))
+        return _tables(block, width)
     if isinstance(block, Items):
         heads = max((len(i.head) for i in block.items if i.tail), default=0)
         return Group(*(_item(i, min(heads, width // 2)) for i in block.items))
@@ -101,12 +128,12 @@ def _block(block: Block, width: int) -> RenderableType:
     return Group(*(_styled(line) for line in block.lines)) if isinstance(block, Lines) else Text()
 
 
-def _table(table: Table) -> RichTable:
-    out = RichTable(box=None, padding=(0, GAP, 0, 0), pad_edge=False, show_edge=False, header_style=STYLES["dim"])
+def _table(table: Table, gap: int) -> RichTable:
+    out = RichTable(box=None, padding=(0, gap, 0, 0), pad_edge=False, show_edge=False, header_style=STYLES["dim"])
     units = any(c.unit for c in table.columns)
     for c in table.columns:
         header = Text(f"{c.header}\n{c.unit}" if units else c.header)
-        out.add_column(header, justify="right" if c.right else "left", no_wrap=True, overflow="ellipsis")
+        out.add_column(header, justify="right" if c.right else "left", no_wrap=True)
     for row in table.rows:
         out.add_row(*(_styled(c) for c in row))
     return out

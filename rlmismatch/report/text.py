@@ -7,7 +7,7 @@ from typing import Final
 
 from tabulate import MIN_PADDING, tabulate
 
-from rlmismatch.report.blocks import BAR_WIDTH, Block, Cell, Headline, Item, Items, Page, Pairs, Section, Table, fit, spaced
+from rlmismatch.report.blocks import BAR_WIDTH, Block, Cell, Headline, Item, Items, Page, Pairs, Section, Table, parts, spaced
 
 WIDTH: Final = 100
 MARKS: Final = {"good": "[ok]  ", "bad": "[FAIL]", "warn": "[warn]", "dim": "[note]"}
@@ -39,7 +39,8 @@ def _section(section: Section, width: int) -> list[str]:
 
 def _block(block: Block, width: int) -> list[str]:
     if isinstance(block, Table):
-        return _table(fit(block, width, header_padding=MIN_PADDING))
+        below = [line for part in parts(block, width, header_padding=MIN_PADDING) for line in ("", *_table(part))]
+        return below[1:]
     if isinstance(block, Items):
         heads = min(max((len(i.head) for i in block.items if i.tail), default=0), width // 2)
         return [line for item in block.items for line in _item(item, heads, width)]

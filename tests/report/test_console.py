@@ -11,7 +11,7 @@ import pytest
 
 from rlmismatch import report
 from rlmismatch.report import console
-from rlmismatch.report.blocks import Cell, Column, Table, clip, fit
+from rlmismatch.report.blocks import Cell, Column, Table, clip, fit, parts
 from rlmismatch.report.model import MeasureRow
 from rlmismatch.report.sections import page
 from tests.report.golden import load
@@ -86,6 +86,34 @@ def test_fit_cuts_only_flexible_columns_the_widest_first():
     assert [len(c.text) for c in row] == [20, 14, 12]
     assert row[1].text.endswith("…")
     assert [len(c.text) for c in fit(table, 10).rows[0]] == [20, 8, 8]
+
+
+def _words(content):
+    """Every header and cell of a column that may not be cut."""
+    tables = [block for section in content.sections for block in section.blocks if isinstance(block, Table)]
+    for table in tables:
+        for i, column in enumerate(table.columns):
+            if not column.flexible:
+                yield from filter(None, (column.header, column.unit, *(row[i].text.strip() for row in table.rows)))
+
+
+@pytest.mark.parametrize("form", ["console", "text"])
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 140])
+@pytest.mark.parametrize("name", ["ok", "contract", "inconclusive"])
+def test_no_width_cuts_a_number_or_a_header(name, width, form):
+    run = load(name)
+    shown = report.render(run, form, width=width, verbose=True)
+    assert [word for word in _words(page(run, verbose=True)) if word not in shown] == []
+    if width >= 60 and form == "console":
+        assert max(map(len, shown.splitlines())) <= width
+
+
+def test_columns_that_do_not_fit_stand_below_beside_the_name_of_their_row():
+    columns = (Column(header="name"), *(Column(header=f"number {i}", right=True) for i in range(3)))
+    table = Table(columns=columns, rows=((Cell(text="row"), Cell(text="1.25e-12"), Cell(text="2"), Cell(text="3")),))
+    assert [[c.header for c in part.columns] for part in parts(table, 26)] == [["name", "number 0", "number 1"], ["name", "number 2"]]
+    assert [[c.text for c in part.rows[0]] for part in parts(table, 26)] == [["row", "1.25e-12", "2"], ["row", "3"]]
+    assert len(parts(table, 34)) == 1
 
 
 def test_clip_counts_terminal_cells():
