@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import itertools
 import json
 import os
@@ -63,6 +64,10 @@ def root() -> None:
 
 def main() -> NoReturn:
     """Console entry point."""
+    for stream in (sys.stdout, sys.stderr):
+        # A character that the terminal, or a log in another encoding, does not have must not cost a run that is complete.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     speaks = os.environ.get("RANK", "0") == "0"  # under torchrun one rank talks
     try:
         code = root(standalone_mode=False)

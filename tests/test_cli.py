@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rlmismatch.errors import EngineError, EnvironmentUnfitError, RlmismatchErro
 from rlmismatch.evidence import wanted_axes
 from rlmismatch.exitcodes import ExitCode
 from rlmismatch.settings import Settings
-from tests.cli_runs import TINY, Done, run
+from tests.cli_runs import TINY, Done, run, run_argv
 
 
 def test_exit_codes_are_frozen() -> None:
@@ -217,3 +218,11 @@ def test_a_yaml_line_that_says_nothing_or_two_things_is_refused(text: str, slug:
     with pytest.raises(UsageError, match=key) as caught:
         _options_of(tmp_path / "run.yaml")
     assert caught.value.slug == slug
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_the_output_cannot_encode_is_escaped(encoding: str, tmp_path: Path) -> None:
+    """An id may hold anything, a lone surrogate too; and a report has signs of its own."""
+    main = "import rlmismatch.cli as c; c.root = lambda **_: print('id \\u2264 \\ud800'); c.main()"
+    done = run_argv([sys.executable, "-c", main], out=tmp_path, env={"PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"})
+    assert (done.code, done.stdout) == (0, "id \\u2264 \\ud800\n"), done.stderr
