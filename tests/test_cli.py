@@ -15,6 +15,7 @@ from rlmismatch import axes
 from rlmismatch.cli import COMMANDS, render_error
 from rlmismatch.commands import attention, gemm
 from rlmismatch.commands.options import settings_of
+from rlmismatch.engines.worker import omp_threads
 from rlmismatch.errors import EngineError, EnvironmentUnfitError, RlmismatchError, UsageError
 from rlmismatch.evidence import wanted_axes
 from rlmismatch.exitcodes import ExitCode
@@ -226,3 +227,26 @@ def test_what_the_output_cannot_encode_is_escaped(encoding: str, tmp_path: Path)
     main = "import rlmismatch.cli as c; c.root = lambda **_: print('id \\u2264 \\ud800'); c.main()"
     done = run_argv([sys.executable, "-c", main], out=tmp_path, env={"PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"})
     assert (done.code, done.stdout) == (0, "id \\u2264 \\ud800\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("--timeout", value) for value in ("nan", "inf", "1e300", "0")),
+        *(("--temperature", value) for value in ("nan", "inf", "0")),
+        ("--gpu-memory-fraction", "nan"),
+        ("--seed", "-1"),
+        ("--seed", str(2**65)),
+        ("--seed", str(2**32)),  # numpy's seeds have 32 bits
+        ("--sink", "nan"),
+    ],
+)
+def test_a_number_that_no_engine_takes_is_refused(option: str, value: str) -> None:
+    with pytest.raises(click.BadParameter) as caught:
+        attention.command.make_context("attention", ["--ckpt", TINY, option, value])
+    assert option in caught.value.format_message()
+
+
+@pytest.mark.parametrize(("text", "threads"), [("2", 2), ("2,1", 2), (" 3 , 1", 3), ("0", 1), ("", 1), ("many", 1)])
+def test_omp_num_threads_may_be_a_list(text: str, threads: int) -> None:
+    assert omp_threads(text) == threads

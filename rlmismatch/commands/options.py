@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,19 @@ import click
 
 from rlmismatch.settings import Settings, parse_declarations, read_config, split_plant
 
+
+class _Finite(click.FloatRange):
+    """A range of numbers; click's own lets NaN through, and infinity where one side is open."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+_LONGEST_S = 30 * 24 * 3600  # a month; the stores that wait for an engine overflow far beyond it
+_LARGEST_SEED = 2**31 - 1  # numpy takes 32 bits, and the engines add to it: the number of the prompt, or a rank's offset
 _DTYPES = click.Choice(["bfloat16", "float16", "float32"])
 FORMATS = ("console", "text", "json", "markdown", "html", "junit")
 
@@ -69,7 +83,13 @@ _INPUT = [
     click.option("--rollout", metavar="FILE", help="JSONL with prompt_ids, response_ids and recorded logprobs; nothing is sampled then."),
     click.option("--out", metavar="DIR", help="Folder for captures, report and logs. Default: runs/DATE-COMMAND."),
     click.option("--max-new-tokens", type=click.IntRange(1), default=32, show_default=True, help="Tokens to sample per prompt."),
-    click.option("--seed", type=int, default=0, show_default=True, help="Seed of sampling, bootstrap and sampled permutations."),
+    click.option(
+        "--seed",
+        type=click.IntRange(0, _LARGEST_SEED),
+        default=0,
+        show_default=True,
+        help="Seed of sampling, bootstrap and sampled permutations.",
+    ),
 ]
 _SIDES = [
     click.option("--trainer-tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks of the trainer."),
@@ -133,7 +153,7 @@ _SIDES = [
     ),
     click.option(
         "--gpu-memory-fraction",
-        type=click.FloatRange(0.01, 0.95),
+        type=_Finite(0.01, 0.95),
         default=0.4,
         show_default=True,
         help="Share of a GPU for the weights and cache of the rollout's ranks on it.",
@@ -145,7 +165,7 @@ _SIDES = [
     ),
     click.option(
         "--temperature",
-        type=click.FloatRange(0.0, min_open=True),
+        type=_Finite(0.0, min_open=True),
         default=1.0,
         show_default=True,
         help="Sampling temperature that both sides apply to the logits.",
@@ -184,7 +204,7 @@ _JUDGE = [
     click.option("--repeat", type=click.IntRange(2), default=2, show_default=True, help="Native runs per side for the floor."),
     click.option(
         "--timeout",
-        type=click.FloatRange(1),
+        type=_Finite(1, _LONGEST_S),
         default=900,
         show_default=True,
         help="Seconds without progress after which an engine counts as hung.",
@@ -230,7 +250,9 @@ def knob_options(family: str, knobs: Sequence[Knob]) -> Callable[[Callable[..., 
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         for knob in reversed(knobs):
-            kind = click.Choice(knob.values.split("|")) if isinstance(knob.values, str) else knob.values
+            kind = (
+                click.Choice(knob.values.split("|")) if isinstance(knob.values, str) else _Finite() if knob.values is float else knob.values
+            )
             for side in ("trainer", "rollout") if knob.side == "each" else ():
                 option = f"--{side}.{knob.option.removeprefix('--')}"
                 function = click.option(option, f"{side}_knob_{knob.name}", type=kind, hidden=True, help=f"{knob.help} {side} alone.")(

@@ -209,6 +209,12 @@ def _load_engine(config: SideConfig, rank: int, local_rank: int) -> Engine:
     return engine
 
 
+def omp_threads(text: str) -> int:
+    """Threads by OMP_NUM_THREADS: OpenMP takes a list, one number for each level of nesting, and ignores what it cannot read."""
+    first = text.partition(",")[0].strip()
+    return max(1, int(first)) if first.isdecimal() else 1
+
+
 def _serve(worker: WorkerConfig, channel: _Channel) -> NoReturn:
     config = worker.config
     _require_engine(config)
@@ -217,7 +223,7 @@ def _serve(worker: WorkerConfig, channel: _Channel) -> NoReturn:
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(omp_threads(os.environ.get("OMP_NUM_THREADS", "1")))
     channel.connect()
     if config.device == "cuda":
         if not torch.cuda.is_available() or torch.cuda.device_count() <= worker.local_rank:
