@@ -103,8 +103,8 @@ def write_json(path: Path, data: Any) -> None:
 
 def read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UsageError("capture-unreadable", f"cannot read {path.name}: {error}", where=str(path)) from None
 
 
@@ -207,15 +207,14 @@ def check_seal(run: Path) -> None:
             "run-not-found", f"{run} is not a run folder", where=str(run), hint="give the folder that a run printed as its artifacts"
         )
     if not (run / _SEAL).is_file():
-        failure = run / "failure.json"
-        why = f"it failed: {read_json(failure)['what']}" if failure.is_file() else "it was cut short"
+        why = _failure(run / "failure.json")
         raise UsageError(
             "run-not-sealed",
             f"the run did not complete ({why})",
             where=str(run),
             hint="finished captures are under */arms, logs under logs/; run it again for a report",
         )
-    expected: Mapping[str, str] = read_json(run / _SEAL)["files"]
+    expected = _sealed_files(run / _SEAL)
     actual = {str(p.relative_to(run)): p for p in _files(run)}
     changed = [f"changed: {name}" for name in expected if name in actual and _sha256(actual[name]) != expected[name]]
     gone = [f"missing: {name}" for name in expected if name not in actual]
@@ -227,6 +226,37 @@ def check_seal(run: Path) -> None:
             where=str(run),
             hint="captures are evidence: run it again instead of editing",
             details=tuple(changed + gone + added),
+        )
+    _same_schema(read_json(run / "run.json"), run / "run.json")
+
+
+def _failure(path: Path) -> str:
+    """Why a run has no seal, as its driver left it; the file itself may be cut short, too."""
+    if not path.is_file():
+        return "it was cut short"
+    error = read_json(path)
+    return f"it failed: {error['what']}" if isinstance(error, dict) and "what" in error else f"it failed, and {path.name} does not say how"
+
+
+def _sealed_files(path: Path) -> Mapping[str, str]:
+    data = read_json(path)
+    _same_schema(data, path)
+    files = data.get("files")
+    if not isinstance(files, dict):
+        raise UsageError("capture-unreadable", f"{path.name} names no files", where=str(path), hint="captures are evidence: run it again")
+    return files
+
+
+def _same_schema(data: Any, path: Path) -> None:
+    """Refuse a folder in another version's form: its files may mean something else."""
+    if not isinstance(data, dict) or "schema" not in data:
+        raise UsageError("capture-unreadable", f"{path.name} is not what a run writes", where=str(path), hint="run it again")
+    if data["schema"] != SCHEMA_VERSION:
+        raise UsageError(
+            "capture-schema-version",
+            f"{path.name} has schema version {data['schema']}; this program reads {SCHEMA_VERSION}",
+            where=str(path),
+            hint="use the version of rlmismatch that made the run, or run it again",
         )
 
 

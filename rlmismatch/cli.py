@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import click
 
-from rlmismatch import __version__
+from rlmismatch import __version__, torchrun_exit
 from rlmismatch.errors import RlmismatchError
 from rlmismatch.exitcodes import ExitCode
 
@@ -68,7 +68,7 @@ def main() -> NoReturn:
         # A character that the terminal, or a log in another encoding, does not have must not cost a run that is complete.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    speaks = os.environ.get("RANK", "0") == "0"  # under torchrun one rank talks
+    speaks = torchrun_exit.speaks(os.environ)
     try:
         code = root(standalone_mode=False)
     except RlmismatchError as error:

@@ -14,6 +14,7 @@ from rlmismatch.checkpoint import Checkpoint
 from rlmismatch.errors import EnvironmentUnfitError, UsageError
 from rlmismatch.settings import Settings
 from rlmismatch.tokens import Prompt, Sequence
+from rlmismatch.torchrun_exit import under_torchrun
 
 _DEFAULT_TEXTS: Final = (
     "The capital of France is",
@@ -123,8 +124,7 @@ def _ranks_per_gpu(ranks: int, gpus: int | None) -> int:
 
 def _ranks_here(ranks: int) -> int:
     """Those of a side's `ranks` that this host starts."""
-    under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)) if under_torchrun else ranks
+    return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)) if under_torchrun(os.environ) else ranks
 
 
 def _shared_gpus(settings: Settings, device: str) -> int | None:

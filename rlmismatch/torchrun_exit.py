@@ -1,4 +1,4 @@
-"""Lets the verdict's exit code through torchrun.
+"""Tells whether this is a rank of torchrun's, and lets the verdict's exit code through torchrun.
 
 torchrun raises `ChildFailedError` when a worker exits non-zero, and so exits 1 itself whatever the worker's code was. CI gates
 on our codes, so the package registers this module under torchrun's own plugin group ``torchrun.handlers``: torchrun loads it in
@@ -10,8 +10,19 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
+
+
+def under_torchrun(env: Mapping[str, str]) -> bool:
+    """Whether torchrun started this process. A shell, or a scheduler, may have left one of its variables, which means nothing alone."""
+    return "RANK" in env and "WORLD_SIZE" in env
+
+
+def speaks(env: Mapping[str, str]) -> bool:
+    """Whether this process prints: of torchrun's ranks the first does, and one without all variables: it has no peers."""
+    return not under_torchrun(env) or "MASTER_PORT" not in env or not env["RANK"].isdecimal() or int(env["RANK"]) == 0
 
 
 def runs_rlmismatch(argv: list[str]) -> bool:

@@ -106,6 +106,35 @@ def test_a_run_that_did_not_finish_is_refused_with_its_reason(tmp_path: Path) ->
     assert caught.value.slug == "run-not-sealed"
 
 
+@pytest.mark.parametrize("text", [b"[]", b"{}", b'"x"'])
+def test_a_failure_that_says_nothing_is_a_failure_all_the_same(tmp_path: Path, text: bytes) -> None:
+    capture.write_json(tmp_path / "run.json", {})
+    (tmp_path / "failure.json").write_bytes(text)
+    with pytest.raises(UsageError, match="it failed") as caught:
+        capture.check_seal(tmp_path)
+    assert caught.value.slug == "run-not-sealed"
+
+
+@pytest.mark.parametrize("text", [b"{}", b"[]", b"", b'{"schema": 1}', b'{"schema": 1, "files": []}', b'{"schema": "\xff"}'])
+def test_a_damaged_seal_is_an_error_of_its_own(tmp_path: Path, text: bytes) -> None:
+    (_sealed(tmp_path) / "SEAL.json").write_bytes(text)
+    with pytest.raises(UsageError, match=r"SEAL\.json") as caught:
+        capture.check_seal(tmp_path)
+    assert caught.value.slug == "capture-unreadable"
+
+
+def test_another_versions_run_is_refused_with_a_hint(tmp_path: Path) -> None:
+    _sealed(tmp_path)
+    capture.write_json(tmp_path / "run.json", {"schema": 2})
+    capture.seal(tmp_path)
+    with pytest.raises(UsageError, match=r"run\.json has schema version 2; this program reads 1") as caught:
+        capture.check_seal(tmp_path)
+    assert (caught.value.slug, bool(caught.value.hint)) == ("capture-schema-version", True)
+    capture.write_json(tmp_path / "SEAL.json", {"schema": 0, "files": {}})
+    with pytest.raises(UsageError, match=r"SEAL\.json has schema version 0"):
+        capture.check_seal(tmp_path)
+
+
 def test_a_truncated_capture_is_an_error_not_an_empty_arm(tmp_path: Path) -> None:
     path = capture.write_arm(tmp_path, "trainer", _result(), SEQUENCES)
     path.write_bytes(path.read_bytes()[:-20])

@@ -10,10 +10,12 @@ from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from rlmismatch import axes
 from rlmismatch.cli import COMMANDS, render_error
 from rlmismatch.commands import attention, gemm
+from rlmismatch.commands.axes import command as list_axes
 from rlmismatch.commands.options import settings_of
 from rlmismatch.engines.worker import omp_threads
 from rlmismatch.errors import EngineError, EnvironmentUnfitError, RlmismatchError, UsageError
@@ -250,3 +252,22 @@ def test_a_number_that_no_engine_takes_is_refused(option: str, value: str) -> No
 @pytest.mark.parametrize(("text", "threads"), [("2", 2), ("2,1", 2), (" 3 , 1", 3), ("0", 1), ("", 1), ("many", 1)])
 def test_omp_num_threads_may_be_a_list(text: str, threads: int) -> None:
     assert omp_threads(text) == threads
+
+
+@pytest.mark.parametrize(
+    ("env", "slug"),
+    [
+        ({"RANK": "3"}, "checkpoint-no-config"),  # a rank without a world is none
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "torchrun-variable-missing"),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, "torchrun-variable-missing"),
+    ],
+)
+def test_a_rank_that_torchrun_did_not_start_speaks(env: dict[str, str], slug: str, tmp_path: Path) -> None:
+    _refused(run("probe", "--ckpt", str(tmp_path), out=tmp_path / "run", env=env), slug)
+
+
+@pytest.mark.parametrize("axis", [a.id for a in axes.ALL if not a.plants])
+def test_an_axis_without_a_plant_says_so(axis: str) -> None:
+    done = CliRunner().invoke(list_axes, [axis, "--plants"], catch_exceptions=False)
+    assert (done.exit_code, done.output.startswith(f"{axis} has no plant")) == (0, True)
+    assert CliRunner().invoke(list_axes, [axis, "--plants", "--json"], catch_exceptions=False).output == "[]\n"

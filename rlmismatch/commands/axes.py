@@ -31,6 +31,9 @@ def command(axis: str | None, plants: bool, json_: bool) -> None:
     if json_:
         click.echo(json.dumps(rows, indent=1))
         return
+    if not rows:  # every axis has fields, and none has to have a plant
+        click.echo(f"{axis} has no plant; `rlmismatch axes --plants` lists those of all axes")
+        return
     if axis and not plants:
         one = chosen[0]
         facts = {

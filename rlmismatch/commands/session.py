@@ -20,6 +20,7 @@ from rlmismatch.engines.launch import Controller, follow
 from rlmismatch.engines.node import Node, World
 from rlmismatch.errors import EngineError, RlmismatchError, UsageError
 from rlmismatch.settings import Settings
+from rlmismatch.torchrun_exit import under_torchrun
 
 
 def measure(command: str, given: Mapping[str, Any], *, knobs: Mapping[str, str | None] | None = None, attribute: bool = False) -> int:
@@ -30,7 +31,7 @@ def measure(command: str, given: Mapping[str, Any], *, knobs: Mapping[str, str |
 
 def run(settings: Settings, *, command_line: str, format_: str, verbose: bool) -> int:
     """Run the command on every rank; rank 0 renders. Returns the exit code of the verdict."""
-    world = World.from_env(os.environ, settings.nproc if settings.nproc or "RANK" in os.environ else settings.world_size)
+    world = World.from_env(os.environ, settings.nproc if settings.nproc or under_torchrun(os.environ) else settings.world_size)
     with _terminate_as_interrupt(), contextlib.ExitStack() as cleanup:
         folder = Path()
         if world.rank == 0:

@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 from rlmismatch.engines.protocol import SideConfig, SideName
 from rlmismatch.engines.worker import WorkerConfig
 from rlmismatch.errors import EngineError, EnvironmentUnfitError, RlmismatchError, UsageError
+from rlmismatch.torchrun_exit import under_torchrun
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -43,18 +44,31 @@ class World:
     @classmethod
     def from_env(cls, env: Mapping[str, str], nproc: int | None) -> World:
         """The world of this process. `nproc`: workers to start when torchrun did not start us."""
-        if "RANK" not in env or "WORLD_SIZE" not in env:
+        if not under_torchrun(env):
             return cls(rank=0, size=nproc or 1, local_rank=0, torchrun=False)
         if nproc is not None:
             raise UsageError("nproc-under-torchrun", "--nproc is for runs without torchrun", hint="use torchrun --nproc-per-node")
         return cls(
-            rank=int(env["RANK"]),
-            size=int(env["WORLD_SIZE"]),
-            local_rank=int(env.get("LOCAL_RANK", "0")),
+            rank=_number(env, "RANK"),
+            size=_number(env, "WORLD_SIZE"),
+            local_rank=_number(env, "LOCAL_RANK") if "LOCAL_RANK" in env else 0,
             torchrun=True,
             master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
-            master_port=int(env["MASTER_PORT"]),
+            master_port=_number(env, "MASTER_PORT"),
         )
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    """A number that torchrun sets."""
+    text = env.get(name)
+    if text is None or not text.isdecimal():
+        raise UsageError(
+            "torchrun-variable-missing" if text is None else "torchrun-variable-malformed",
+            f"RANK and WORLD_SIZE say that torchrun started this, and {name} is {'not set' if text is None else repr(text)}",
+            where="environment",
+            hint="start it with torchrun, which sets all of them, or unset RANK and WORLD_SIZE",
+        )
+    return int(text)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -209,7 +209,9 @@ def test_the_second_node_starts_its_rank_reports_its_death_and_takes_the_exit_co
     assert codes == [6]
 
 
-@pytest.mark.parametrize(("env", "nproc", "expected"), [({}, None, (0, 1, False)), ({}, 4, (0, 4, False))])
+@pytest.mark.parametrize(
+    ("env", "nproc", "expected"), [({}, None, (0, 1, False)), ({}, 4, (0, 4, False)), ({"RANK": "3"}, 2, (0, 2, False))]
+)
 def test_the_world_without_torchrun(env: dict[str, str], nproc: int | None, expected: tuple[int, int, bool]) -> None:
     world = World.from_env(env, nproc)
     assert (world.rank, world.size, world.torchrun) == expected
@@ -220,6 +222,13 @@ def test_the_world_under_torchrun() -> None:
     assert World.from_env(env, None) == World(rank=3, size=4, local_rank=1, torchrun=True, master_addr="node0", master_port=29400)
     with pytest.raises(UsageError, match="--nproc is for runs without torchrun"):
         World.from_env(env, 2)
+
+
+@pytest.mark.parametrize(("name", "text"), [("MASTER_PORT", None), ("MASTER_PORT", "http"), ("RANK", "-1"), ("WORLD_SIZE", "")])
+def test_a_variable_of_torchruns_that_is_not_there_is_named(name: str, text: str | None) -> None:
+    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29400", name: text}
+    with pytest.raises(UsageError, match=f"and {name} is"):
+        World.from_env({key: value for key, value in env.items() if value is not None}, None)
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
