@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,7 @@ def sequence_from_json(data: Mapping[str, Any], where: str) -> Sequence:
     if recorded is not None:
         if not isinstance(recorded, list) or not all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in recorded):
             raise UsageError("rollout-malformed", "logprobs must be a list of numbers", where=where)
+        recorded = [_float(x) for x in recorded]
         bad = [i for i, x in enumerate(recorded) if not math.isfinite(x)]
         if bad:
             raise UsageError("rollout-not-finite", f"recorded log-prob {bad[0]} is {recorded[bad[0]]}", where=where)
@@ -94,7 +96,7 @@ def sequence_from_json(data: Mapping[str, Any], where: str) -> Sequence:
             id=str(data["id"]),
             prompt_ids=_ids(data.get("prompt_ids"), where, "prompt_ids"),
             response_ids=_ids(data.get("response_ids"), where, "response_ids"),
-            recorded_logprobs=None if recorded is None else tuple(float(x) for x in recorded),
+            recorded_logprobs=None if recorded is None else tuple(recorded),
             text=str(data.get("text", "")),
         )
     except ValueError as error:
@@ -139,7 +141,8 @@ def digest(sequences: Iterable[Sequence]) -> dict[str, str]:
 
 def _jsonl(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: JSON allows U+2028, U+2029 and U+0085 inside a string. CR LF becomes LF as the file is read.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError("file-unreadable", f"cannot read {path}: {error}", where=str(path)) from None
     rows = []
@@ -149,8 +152,8 @@ def _jsonl(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
         where = f"{path}:{number}"
         try:
             data = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UsageError("jsonl-malformed", f"not JSON: {error.msg}", where=where) from None
+        except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
+            raise UsageError("jsonl-malformed", f"not JSON: {getattr(error, 'msg', error)}", where=where) from None
         if not isinstance(data, dict):
             raise UsageError("jsonl-malformed", "each line must be a JSON object", where=where)
         rows.append((where, data))
@@ -165,7 +168,15 @@ def _ids(value: Any, where: str, name: str) -> tuple[int, ...]:
     return tuple(value)
 
 
+def _float(x: float) -> float:
+    """A number of JSON as a float; an integer beyond all floats is infinite."""
+    try:
+        return float(x)
+    except OverflowError:
+        return math.inf if x > 0 else -math.inf
+
+
 def _unique(ids: list[str], path: Path) -> None:
-    doubled = sorted({i for i in ids if ids.count(i) > 1})
+    doubled = sorted(i for i, n in Counter(ids).items() if n > 1)
     if doubled:
         raise UsageError("ids-not-unique", f"id {doubled[0]!r} stands on more than one line", where=str(path))

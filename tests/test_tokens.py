@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,23 @@ def test_read_prompts_reads_text_and_ids(tmp_path: Path) -> None:
     assert read_prompts(path) == (Prompt(id="a", text="hello"), Prompt(id="1", token_ids=(5, 6)))
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("inside", ["\u2028", "\u2029", "\x85", "\x0b", "\x1c"])
+def test_only_a_line_feed_ends_a_line(inside: str, end: str, tmp_path: Path) -> None:
+    raw = inside if inside > "\x1f" else f"\\u{ord(inside):04x}"  # JSON has its control characters as escapes
+    path = tmp_path / "in.jsonl"
+    path.write_bytes((f'{{"text": "a{raw}b"}}{end}' * 2).encode())
+    assert read_prompts(path) == (Prompt(id="0", text=f"a{inside}b"), Prompt(id="1", text=f"a{inside}b"))
+
+
+def test_a_doubled_id_among_many_is_found_at_once(tmp_path: Path) -> None:
+    lines = [f'{{"id": "{i}", "token_ids": [5]}}' for i in range(30_000)]
+    started = time.process_time()
+    with pytest.raises(UsageError, match="'29999' stands on more than one line"):
+        read_prompts(file(tmp_path, "\n".join([*lines, lines[-1]])))
+    assert time.process_time() - started < 5  # minutes, when each id was counted in the list of all
+
+
 @pytest.mark.parametrize(
     ("text", "slug", "line"),
     [
@@ -32,6 +50,8 @@ def test_read_prompts_reads_text_and_ids(tmp_path: Path) -> None:
         ("\n \n", "file-empty", None),
         ("{", "jsonl-malformed", 1),
         ('{"text": "a"}\n[1]', "jsonl-malformed", 2),
+        ('{"text": "a"}\n{"id": ' + "1" * 5000 + "}", "jsonl-malformed", 2),
+        ("[" * 100_000, "jsonl-malformed", 1),
         ("{}", "prompt-malformed", 1),
         ('{"text": "a", "token_ids": [1]}', "prompt-malformed", 1),
         ('{"text": ""}', "prompt-malformed", 1),
@@ -76,6 +96,7 @@ def test_rollout_round_trip(tmp_path: Path) -> None:
         ('{"prompt_ids": [1], "response_ids": [1], "logprobs": "x"}', "rollout-malformed", "list of numbers"),
         ('{"prompt_ids": [1], "response_ids": [1], "logprobs": [NaN]}', "rollout-not-finite", "nan"),
         ('{"prompt_ids": [1], "response_ids": [1], "logprobs": [-Infinity]}', "rollout-not-finite", "-inf"),
+        ('{"prompt_ids": [1], "response_ids": [1], "logprobs": [-' + "9" * 400 + "]}", "rollout-not-finite", "0 is -inf"),
     ],
 )
 def test_read_rollout_refuses(text: str, slug: str, words: str, tmp_path: Path) -> None:

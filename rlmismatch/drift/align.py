@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -89,7 +90,7 @@ def _id_reasons(scores: Scores, name: str, sequences: tuple[Sequence, ...]) -> l
     problems = (
         ("is not scored by", sorted(set(ids) - set(scores))),
         ("is not a sequence of this run but is scored by", sorted(set(scores) - set(ids))),
-        ("stands twice among the sequences given to", sorted({i for i in ids if ids.count(i) > 1})),
+        ("stands twice among the sequences given to", sorted(i for i, n in Counter(ids).items() if n > 1)),
     )
     return [Invalid(kind="id_mismatch", text=f"sequence {i!r} {words} {name}", sequence=i) for words, found in problems for i in found]
 

@@ -190,7 +190,9 @@ def _headline_detail(report: Report, verbose: bool) -> Section | None:
         t = d.worst[0]
         pairs.append(("largest", f"{number(t.delta, signed=True)} nats at {t.sequence!r}, position {t.position}, token {t.token}"))
     pairs += _shape(d)
-    outliers = [f"{s.sequence} (mean abs {number(s.mean_abs)}, robust z {number(s.robust_z)})" for s in d.per_sequence if s.outlier]
+    outliers = [
+        f"{printable(s.sequence)} (mean abs {number(s.mean_abs)}, robust z {number(s.robust_z)})" for s in d.per_sequence if s.outlier
+    ]
     if outliers:
         pairs.append(("outlier sequences", ", ".join(outliers)))
     return Section(title=f"{row.name} in detail", blocks=(Pairs(pairs=tuple((label, cell(text)) for label, text in pairs)),))
@@ -270,7 +272,7 @@ def _worst(report: Report, verbose: bool) -> Section | None:
             Cell(text=number(t.delta, signed=True), style="strong"),
             cell(number(t.a)),
             cell(number(t.b)),
-            cell(t.sequence),
+            cell(printable(t.sequence)),
             cell(str(t.position)),
             cell(str(t.token)),
             cell(_context(t)),
@@ -301,7 +303,7 @@ def _per_sequence(report: Report, verbose: bool) -> Section | None:
     )
     rows = tuple(
         (
-            Cell(text=s.sequence, style="warn" if s.outlier else ""),
+            Cell(text=printable(s.sequence), style="warn" if s.outlier else ""),
             unequal(s.tokens - s.bit_equal, s.tokens),
             nats(s.signed_mean, signed=True),
             nats(s.mean_abs),

@@ -1,6 +1,7 @@
 """`align` pairs tokens, and every breach is a reason that leaves nothing to compute with."""
 
 import math
+import time
 
 import numpy as np
 import pytest
@@ -96,3 +97,11 @@ def test_one_sequence_without_a_token_is_not_skipped():
 def test_a_doubled_sequence_id_is_refused():
     aligned = align(A, B, (*SEQUENCES, SEQUENCES[0]))
     assert "stands twice" in aligned.invalid[0].text
+
+
+def test_many_sequences_are_searched_for_a_doubled_id_once_each():
+    many = tuple(Sequence(id=str(i), prompt_ids=(5,), response_ids=(10,)) for i in range(20_000))
+    scores = dict.fromkeys((s.id for s in many), np.asarray([-1.0]))
+    started = time.process_time()
+    assert align(scores, scores, many).tokens == len(many)
+    assert time.process_time() - started < 5  # half a minute, when each id was counted in the list of all

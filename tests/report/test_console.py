@@ -62,10 +62,16 @@ def test_a_narrow_terminal_sets_the_width_and_a_wide_one_stops_at_100(monkeypatc
 def test_text_from_a_prompt_can_not_move_the_cursor_or_style():
     full = load("contract")
     row = full.ratios[0]
-    evil = dataclasses.replace(row.drift.worst[0], text="\x1b[2J[red]x", context_text="a\nb\u202e|")
-    drift = dataclasses.replace(row.drift, worst=(evil,))
+    evil = dataclasses.replace(row.drift.worst[0], text="\x1b[2J[red]x", context_text="a\nb\u202e|", sequence="i\n\x1b[2Jd")
+    outlier = dataclasses.replace(row.drift.per_sequence[0], sequence="o\n\x1b[2Jd", outlier=True)
+    drift = dataclasses.replace(row.drift, worst=(evil,), per_sequence=(outlier,))
     changed = dataclasses.replace(full, ratios=(dataclasses.replace(row, drift=drift),))
-    text = console.render(page(changed), width=100, colour=False)
+    text = console.render(page(changed, verbose=True), width=100, colour=False)
+    for form in ("console", "text", "markdown", "html"):
+        shown = report.render(changed, form, verbose=True)
+        assert "\x1b" not in shown
+        assert r"i\n" in shown.replace("\\\\", "\\")
+    assert "o\\n\\x1b[2Jd" in text
     assert "a\\nb\\u202e|[\\x1b[2J[red]x]" in text
     assert r"a\\nb\\u202e\|\[\\x1b\[2J\[red\]x\]" in report.render(changed, "markdown")
 
