@@ -49,7 +49,7 @@ class Evidence:
     @functools.cached_property
     def settings(self) -> Settings:
         given = Settings.from_json(self.run["settings"])
-        return dataclasses.replace(given, **{k: v for k, v in self.overrides.items() if v})
+        return dataclasses.replace(given, **{k: v for k, v in self.overrides.items() if v not in (None, ())})
 
     @functools.cached_property
     def sequences(self) -> tuple[Sequence, ...]:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlmismatch import assemble
+from rlmismatch import assemble, capture
 from rlmismatch.arms import base_pins
 from rlmismatch.assemble import rows
+from rlmismatch.evidence import Evidence
 from rlmismatch.settings import Settings
 
 
@@ -53,3 +54,12 @@ def test_a_knob_that_wants_the_engines_own_operation_did_not_take_effect_where_t
         why = rows._held_anyway("attention", knobs["attention"], side, evidence)  # type: ignore[arg-type]
         assert bool(why) == bool(words)
         assert words in why
+
+
+def test_an_override_that_is_empty_is_one_all_the_same(tmp_path: Path) -> None:
+    """--fail-on "" reports drift and fails for nothing that is optional; options that were not given leave the run's own."""
+    settings = Settings(command="probe", ckpt="c", budget=("mean_abs=0.5",), waive=("model.norm:eps",))
+    capture.write_json(tmp_path / "run.json", {"settings": settings.to_json()})
+    judged = Evidence(tmp_path, overrides={"fail_on": "", "budget": (), "waive": ()}).settings
+    assert (judged.fail_on, judged.budget, judged.waive) == ("", settings.budget, settings.waive)
+    assert Evidence(tmp_path, overrides={"fail_on": None}).settings == settings

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
 import xml.etree.ElementTree as ET
 
@@ -9,7 +11,9 @@ import pytest
 from rich.cells import cell_len
 
 from rlmismatch import report
+from rlmismatch.drift.model import BudgetLine
 from rlmismatch.errors import UsageError
+from rlmismatch.verdict.model import Verdict
 from tests.report.golden import CASES, GOLDEN, SUFFIXES, WIDTH, expected, load
 
 EXPECTED = expected()
@@ -83,6 +87,25 @@ def test_junit_counts_what_it_holds(case):
     verdict = root.find("testsuite[@name='verdict']/testcase")
     outcome = {0: [], 4: ["failure"], 5: ["error"]}[load(case).verdict.exit_code]
     assert [child.tag for child in verdict] == outcome
+
+
+@pytest.mark.parametrize(
+    ("word", "code", "value", "outcome"),
+    [
+        ("OK", 0, 0.5, "skipped"),
+        ("INCONCLUSIVE", 5, 0.5, "skipped"),  # a limit that fails comes before what makes a run inconclusive
+        ("INCONCLUSIVE", 5, math.inf, "failure"),  # no limit was checked
+        ("DRIFT", 3, 0.5, "failure"),
+        ("CONTRACT", 4, 0.5, "failure"),
+    ],
+)
+def test_a_limit_that_fail_on_only_reports_is_no_failure_in_junit(word, code, value, outcome):
+    line = BudgetLine(limit="mean_abs", sense="at most", allowed=0.01, value=value, status="over", smallest_limit_that_passes=value)
+    run = dataclasses.replace(load("ok"), budget=(line,), verdict=Verdict(word=word, exit_code=code))
+    suite = ET.fromstring(report.render(run, "junit")).find("testsuite[@name='budget']")
+    (child,) = suite.find("testcase")
+    assert (child.tag, suite.get("failures")) == (outcome, "1" if outcome == "failure" else "0")
+    assert "allowed at most 0.01" in child.get("message")
 
 
 def test_html_is_one_page_without_script_or_link():
