@@ -224,7 +224,15 @@ def check_seal(run: Path) -> None:
             "run-tampered",
             f"{len(changed) + len(gone) + len(added)} file(s) differ from the seal",
             where=str(run),
-            hint="captures are evidence: run it again instead of editing",
+            hint="; ".join(
+                filter(
+                    None,
+                    (
+                        "remove the files that were added, and write outside the folder" if added else "",
+                        "captures are evidence: run it again instead of editing" if changed or gone else "",
+                    ),
+                )
+            ),
             details=tuple(changed + gone + added),
         )
     _same_schema(read_json(run / "run.json"), run / "run.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import itertools
@@ -13,7 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from rlmismatch import __version__, torchrun_exit
-from rlmismatch.errors import RlmismatchError
+from rlmismatch.errors import RlmismatchError, UsageError
 from rlmismatch.exitcodes import ExitCode
 
 # name -> one line of help. The modules are imported when a command is run: `--help` costs no torch.
@@ -79,6 +80,8 @@ def main() -> NoReturn:
         code = error.exit_code
     except click.ClickException as error:
         if speaks:
+            if _wants_json(sys.argv):
+                print(json.dumps({"error": UsageError("command-line", error.format_message()).to_json()}), flush=True)
             error.show()
         code = ExitCode.USAGE
     except (KeyboardInterrupt, click.Abort):
@@ -105,5 +108,28 @@ def _show(error: RlmismatchError) -> None:
     print(render_error(error), file=sys.stderr)
 
 
-def _wants_json(argv: list[str]) -> Any:
-    return "--json" in argv or "--format=json" in argv or any(a == "--format" and b == "json" for a, b in itertools.pairwise(argv))
+def _wants_json(argv: list[str]) -> bool:
+    """Whether the command line, or its --config file, asks for JSON. Read anew: the error may be that neither could be read as a whole."""
+    config = _config_of(argv)
+    form = _last(argv, "--format") or config.get("format")
+    return "--json" in argv or form == "json" or str(config.get("json")).lower() == "true"
+
+
+def _last(argv: list[str], option: str) -> str | None:
+    """The last value of an option, in either spelling."""
+    spelled = [after for word, after in itertools.pairwise([*argv, ""]) if word == option]
+    joined = [word.partition("=")[2] for word in argv if word.startswith(f"{option}=")]
+    return next(iter((*reversed(joined), *reversed(spelled))), None)
+
+
+def _config_of(argv: list[str]) -> dict[Any, Any]:
+    """What stands in the --config file, or nothing: that it cannot be read is an error of its own."""
+    path = _last(argv, "--config")
+    if not path:
+        return {}
+    import yaml
+
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError), open(path, encoding="utf-8") as file:
+        data = yaml.safe_load(file)
+        return data if isinstance(data, dict) else {}
+    return {}

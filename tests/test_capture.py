@@ -93,6 +93,7 @@ def test_a_run_that_was_touched_is_refused_and_says_which_file(tmp_path: Path, w
     assert caught.value.slug == "run-tampered"
     assert len(caught.value.details) == 1
     assert caught.value.details[0].startswith(what)
+    assert ("remove" in caught.value.hint, "run it again" in caught.value.hint) == (what == "added", what != "added")
 
 
 def test_a_run_that_did_not_finish_is_refused_with_its_reason(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from rlmismatch import axes
-from rlmismatch.cli import COMMANDS, render_error
+from rlmismatch.cli import COMMANDS, main, render_error
 from rlmismatch.commands import attention, gemm
 from rlmismatch.commands.axes import command as list_axes
 from rlmismatch.commands.options import settings_of
@@ -271,3 +271,35 @@ def test_an_axis_without_a_plant_says_so(axis: str) -> None:
     done = CliRunner().invoke(list_axes, [axis, "--plants"], catch_exceptions=False)
     assert (done.exit_code, done.output.startswith(f"{axis} has no plant")) == (0, True)
     assert CliRunner().invoke(list_axes, [axis, "--plants", "--json"], catch_exceptions=False).output == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "lines", "slug"),
+    [
+        (["--trainer-tp", "0", "--json"], "", "command-line"),
+        (["--no-such-option", "--format=json"], "", "command-line"),
+        (["--trainer-tp", "0"], "json: true", "command-line"),
+        (["--sp"], "format: json", "sp-needs-tp"),
+        ([], "json: true\ntrainer-tpp: 2", "config-key-unknown"),
+    ],
+)
+def test_json_is_what_an_error_is_printed_as_where_it_was_asked_for(
+    options: list[str], lines: str, slug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(f"ckpt: {TINY}\nout: {tmp_path}/run\n{lines}")
+    monkeypatch.setattr(sys, "argv", ["rlmismatch", "probe", "--config", str(config), *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    error = json.loads(said.out)["error"]
+    assert (ended.value.code, error["slug"], error["exit_code"]) == (2, slug, 2)
+    assert error["what"] in said.err
+
+
+def test_the_command_line_has_the_last_word_on_the_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    (tmp_path / "run.yaml").write_text("format: json")
+    monkeypatch.setattr(sys, "argv", ["rlmismatch", "probe", "--config", f"{tmp_path}/run.yaml", "--format", "text", "--sp"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().out == ""

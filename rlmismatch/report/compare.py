@@ -171,6 +171,13 @@ def _warnings(a: Report, b: Report) -> Iterable[str]:
         yield "the two runs did not score the same checkpoint"
     if (a.header.tokens, a.header.sequences) != (b.header.tokens, b.header.sequences):
         yield "the two runs did not score the same number of tokens"
+    elif _tokens(a) != _tokens(b):
+        yield "the two runs did not score the same tokens"
+
+
+def _tokens(report: Report) -> dict[str, tuple[Any, Any]]:
+    """What both sides say of the tokens they were given; their own differences are the gate's."""
+    return {c.field: (c.trainer.value, c.rollout.value) for c in report.contract if c.axis == "model.tokens"}
 
 
 def _facts(report: Report) -> dict[Group, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -121,9 +122,10 @@ def _limit(line: BudgetLine, x: float | None) -> str:
 def _would_pass(line: BudgetLine) -> str:
     if line.status == "not measured":
         return line.why
-    if line.status == "within" or line.smallest_limit_that_passes is None:
+    least = line.smallest_limit_that_passes
+    if line.status == "within" or least is None or not math.isfinite(least):  # no limit is infinite
         return ""
-    return f"{line.limit.split(' ')[0]}={passing_limit(line.smallest_limit_that_passes, at_least=line.sense == 'at least')}"
+    return f"{line.limit.split(' ')[0]}={passing_limit(least, at_least=line.sense == 'at least')}"
 
 
 def _ratios(report: Report) -> Section | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from rlmismatch import report
+from rlmismatch.contract import FieldComparison, Outcome, Tier, read
 from rlmismatch.report import compare
 from rlmismatch.report.model import PlantInForce
 from tests.report.golden import load
@@ -50,6 +51,24 @@ def test_an_environment_change_is_provenance():
     b = dataclasses.replace(a, provenance={**a.provenance, "rollout": {**a.provenance["rollout"], "OMP_NUM_THREADS": "2"}})
     (change,) = compare(a, b).changes
     assert (change.group, change.name, change.before, change.after) == ("provenance", "rollout.OMP_NUM_THREADS", "1", "2")
+
+
+def _with_tokens(digest):
+    field = FieldComparison(
+        axis="model.tokens",
+        field="response_ids",
+        tier=Tier.IDENTICAL,
+        trainer=read(digest, "x"),
+        rollout=read(digest, "x"),
+        outcome=Outcome.EQUAL,
+        fails=None,
+    )
+    return dataclasses.replace(load("ok"), contract=(*(c for c in load("ok").contract if c.axis != "model.tokens"), field))
+
+
+def test_other_tokens_of_the_same_number_are_a_warning():
+    assert compare(_with_tokens("aa"), _with_tokens("bb")).warnings == ("the two runs did not score the same tokens",)
+    assert compare(_with_tokens("aa"), _with_tokens("aa")).warnings == ()
 
 
 def test_void_numbers_are_not_compared_and_said_so():

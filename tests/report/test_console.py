@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import re
 import sys
 
 import pytest
 
 from rlmismatch import report
+from rlmismatch.drift.model import BudgetLine
 from rlmismatch.report import console
 from rlmismatch.report.blocks import Cell, Column, Table, clip, fit, parts
 from rlmismatch.report.model import MeasureRow
@@ -136,3 +138,10 @@ def test_measures_that_are_not_shown_are_announced():
     assert re.search(r"Measures +none has a limit", quiet)
     assert "--verbose shows 3 rows, each with its note" in quiet
     assert "--verbose shows" not in console.render(page(run, verbose=True))
+
+
+def test_no_limit_is_offered_that_budget_refuses():
+    line = BudgetLine(limit="token_mult_prob_error", sense="at most", allowed=1.05, value=math.inf, status="over")
+    for least, offered in ((math.inf, False), (1.25, True)):
+        run = dataclasses.replace(load("ok"), budget=(dataclasses.replace(line, smallest_limit_that_passes=least),))
+        assert ("token_mult_prob_error=" in console.render(page(run), width=100)) == offered
