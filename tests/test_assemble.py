@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from rlmismatch import assemble, capture
+from rlmismatch import assemble, axes, capture, contract
 from rlmismatch.arms import base_pins
 from rlmismatch.assemble import rows
 from rlmismatch.evidence import Evidence
-from rlmismatch.settings import Settings
+from rlmismatch.settings import Settings, parse_declarations
 
 
 def test_a_report_is_assembled_on_one_thread_and_gives_the_others_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,3 +63,59 @@ def test_an_override_that_is_empty_is_one_all_the_same(tmp_path: Path) -> None:
     judged = Evidence(tmp_path, overrides={"fail_on": "", "budget": (), "waive": ()}).settings
     assert (judged.fail_on, judged.budget, judged.waive) == ("", settings.budget, settings.waive)
     assert Evidence(tmp_path, overrides={"fail_on": None}).settings == settings
+
+
+def _judged(*, waive: tuple[str, ...] = (), declare: tuple[str, ...] = ()) -> Evidence:
+    """Four fields of a run: one that differs, one that nobody knows, one that is equal, one that one side does not have."""
+    settings = Settings(command="probe", ckpt="c", waive=waive, declare=declare)
+    given: dict[str, dict[str, dict[str, contract.Reading]]] = {
+        "trainer": {"model.norm": {"eps": contract.read(1e-5, "x"), "norm_dtype": contract.unknown("x")}},
+        "rollout": {"model.norm": {"eps": contract.read(1e-6, "x"), "norm_dtype": contract.read("float32", "x")}},
+    }
+    given["trainer"]["gemm.runtime_flags"] = {"tf32": contract.read(False, "x"), "batch_invariant": contract.not_applicable("x")}
+    given["rollout"]["gemm.runtime_flags"] = dict(given["trainer"]["gemm.runtime_flags"])
+    declared = parse_declarations(declare)
+    sides = {side: contract.declare(readings, declared[side]) for side, readings in given.items()}
+    fields = {name: tuple(f for f in axes.by_id(name).fields if f.name in given["trainer"][name]) for name in given["trainer"]}
+    evidence = Evidence(Path("run"))
+    vars(evidence)["settings"] = settings
+    vars(evidence)["comparisons"] = contract.compare(
+        sides["trainer"][0],
+        sides["rollout"][0],
+        fields,
+        waivers=waive,
+        contradictions=(*sides["trainer"][1], *sides["rollout"][1]),
+    )
+    return evidence
+
+
+def test_every_waiver_is_printed_with_what_it_did() -> None:
+    assert list(assemble.waivers(_judged())) == []
+    assert list(assemble.waivers(_judged(waive=("model.norm:eps", "gemm.runtime_flags:tf32", "model.mode:training")))) == [
+        "waived: model.norm:eps (trainer 1e-05, rollout 1e-06)",
+        "a waiver had nothing to act on: gemm.runtime_flags:tf32 (equal)",
+        "a waiver had nothing to act on: model.mode:training (not compared)",
+    ]
+
+
+def test_every_declaration_is_printed_with_what_it_did() -> None:
+    assert list(assemble.declarations(_judged())) == []
+    said = (
+        "model.norm:norm_dtype=float32",  # what the trainer does not know
+        "rollout.model.norm:norm_dtype=float32",
+        "model.norm:eps=2",  # a contradiction, which is a reason of the verdict
+        "gemm.runtime_flags:tf32=false",
+        "gemm.runtime_flags:batch_invariant=true",
+    )
+    assert list(assemble.declarations(_judged(declare=said))) == [
+        "declared: trainer.model.norm:norm_dtype = float32",
+        "a declaration had nothing to act on: rollout.model.norm:norm_dtype=float32 (read as float32)",
+        "a declaration had nothing to act on: gemm.runtime_flags:tf32=false (read as false)",
+        "a declaration had nothing to act on: gemm.runtime_flags:batch_invariant=true (not applicable)",
+    ]
+
+
+def test_what_other_options_declare_is_told_from_the_persons_own() -> None:
+    evidence = _judged(declare=("trainer.model.norm:norm_dtype=float32",))
+    vars(evidence)["settings"] = Settings(command="probe", ckpt="c")
+    assert list(assemble.declarations(evidence)) == ["declared: trainer.model.norm:norm_dtype = float32, by this run's other options"]
