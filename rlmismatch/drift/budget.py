@@ -20,6 +20,7 @@ _SIGNED: Final = ("signed_mean", "k1")  # compared by size
 _FORM: Final = "--budget mean_abs=0.01,max=0.2, or a YAML file"
 ORACLE: Final = "oracle_error_ratio"
 RECORDED: Final = "decode/recorded"  # the ratio whose values training uses
+OF_RECORDED: Final = "(recorded)"
 _ENOUGH: Final = (
     16  # tokens whose mean errors can be divided: of fewer, honest sides are more than twice apart every fourth time or oftener
 )
@@ -108,7 +109,7 @@ class Budget:
             lines.append(_line(name, allowed, abs(value) if value is not None and name in _SIGNED else value, why=why))
             if name == "token_mult_prob_error" and recorded is not None:
                 why = "; ".join(i.text for i in recorded.invalid[:1])
-                lines.append(_line(f"{name} ({RECORDED})", allowed, recorded.token_mult_prob_error, why=why))
+                lines.append(_line(f"{name} {OF_RECORDED}", allowed, recorded.token_mult_prob_error, why=why))
         return tuple(lines)
 
     def _oracle_lines(self, allowed: float, oracle: Mapping[str, OracleError]) -> list[BudgetLine]:

@@ -15,7 +15,7 @@ from typing import Final, get_args
 from rlmismatch import axes
 from rlmismatch.axes.base import Axis
 from rlmismatch.contract import Evidence, FieldComparison, Outcome, Reading, Tier
-from rlmismatch.drift.budget import ORACLE, RECORDED
+from rlmismatch.drift.budget import OF_RECORDED, ORACLE
 from rlmismatch.errors import RlmismatchError, UsageError
 from rlmismatch.exitcodes import ExitCode
 from rlmismatch.verdict.model import (
@@ -269,7 +269,7 @@ def _budget(facts: Facts) -> Iterable[Reason]:
             oracle = line.limit.startswith(ORACLE)
             if oracle:
                 hint = "see the errors against float64, op by op"
-            elif RECORDED in line.limit:
+            elif line.limit.endswith(OF_RECORDED):
                 hint = "the recorded log-probs are not this rollout's: another version, sampler, transform or weights wrote them"
             else:
                 hint = "run again with --attribute to see which ops carry it"

@@ -97,7 +97,7 @@ def test_the_oracles_default_limit_needs_tokens():
 
 
 def test_recorded_values_have_the_limit_of_the_mean_ratio():
-    name = "token_mult_prob_error (decode/recorded)"
+    name = "token_mult_prob_error (recorded)"
     assert name not in lines(Budget())
     off = dataclasses.replace(DRIFT, token_mult_prob_error=1512.8)
     for budget, drift, status in (
