@@ -88,7 +88,7 @@ def clean(done: Done) -> None:
         ("model.mode", True),
     ]
     assert [c["name"] for c in done.report["controls"] if not c["ok"]] == []
-    assert len(done.report["controls"]) == 10
+    assert len(done.report["controls"]) == 12
     closed(done)
     gone(done.folder)
 
