@@ -116,7 +116,7 @@ def _budget(report: Report) -> Section | None:
 
 
 def _limit(line: BudgetLine, x: float | None) -> str:
-    return probability_ratio(x) if line.limit == "token_mult_prob_error" else number(x)
+    return probability_ratio(x) if line.limit.startswith("token_mult_prob_error") else number(x)
 
 
 def _would_pass(line: BudgetLine) -> str:

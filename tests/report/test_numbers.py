@@ -4,6 +4,8 @@ import math
 
 import pytest
 
+from rlmismatch.drift.model import BudgetLine
+from rlmismatch.report import measures
 from rlmismatch.report.numbers import count, number, of, passing_limit, percent, plural, printable, probability_ratio, value
 
 
@@ -89,3 +91,9 @@ def test_a_limit_is_short_and_its_value_is_within(x):
 def test_a_digest_is_cut_for_people():
     assert value("a1" * 32) == "a1a1a1a1a1a1…"
     assert value("a1" * 31) == "a1" * 31
+
+
+@pytest.mark.parametrize("limit", ["token_mult_prob_error", "token_mult_prob_error (recorded)"])
+def test_both_limits_of_the_mean_ratio_have_four_decimals(limit: str) -> None:
+    line = BudgetLine(limit=limit, sense="at most", allowed=1.05, value=1.0004, status="within")
+    assert [measures._limit(line, x) for x in (line.allowed, line.value)] == ["1.0500", "1.0004"]
