@@ -11,7 +11,7 @@ import torch
 
 from rlmismatch import assemble, axes, capture, contract
 from rlmismatch.arms import base_pins
-from rlmismatch.assemble import rows
+from rlmismatch.assemble import notes, rows
 from rlmismatch.evidence import Evidence
 from rlmismatch.settings import Settings, parse_declarations
 
@@ -90,8 +90,8 @@ def _judged(*, waive: tuple[str, ...] = (), declare: tuple[str, ...] = ()) -> Ev
 
 
 def test_every_waiver_is_printed_with_what_it_did() -> None:
-    assert list(assemble.waivers(_judged())) == []
-    assert list(assemble.waivers(_judged(waive=("model.norm:eps", "gemm.runtime_flags:tf32", "model.mode:training")))) == [
+    assert list(notes.waivers(_judged())) == []
+    assert list(notes.waivers(_judged(waive=("model.norm:eps", "gemm.runtime_flags:tf32", "model.mode:training")))) == [
         "waived: model.norm:eps (trainer 1e-05, rollout 1e-06)",
         "a waiver had nothing to act on: gemm.runtime_flags:tf32 (equal)",
         "a waiver had nothing to act on: model.mode:training (not compared)",
@@ -99,7 +99,7 @@ def test_every_waiver_is_printed_with_what_it_did() -> None:
 
 
 def test_every_declaration_is_printed_with_what_it_did() -> None:
-    assert list(assemble.declarations(_judged())) == []
+    assert list(notes.declarations(_judged())) == []
     said = (
         "model.norm:norm_dtype=float32",  # what the trainer does not know
         "rollout.model.norm:norm_dtype=float32",
@@ -107,7 +107,7 @@ def test_every_declaration_is_printed_with_what_it_did() -> None:
         "gemm.runtime_flags:tf32=false",
         "gemm.runtime_flags:batch_invariant=true",
     )
-    assert list(assemble.declarations(_judged(declare=said))) == [
+    assert list(notes.declarations(_judged(declare=said))) == [
         "declared: trainer.model.norm:norm_dtype = float32",
         "a declaration had nothing to act on: rollout.model.norm:norm_dtype=float32 (read as float32)",
         "a declaration had nothing to act on: gemm.runtime_flags:tf32=false (read as false)",
@@ -118,4 +118,4 @@ def test_every_declaration_is_printed_with_what_it_did() -> None:
 def test_what_other_options_declare_is_told_from_the_persons_own() -> None:
     evidence = _judged(declare=("trainer.model.norm:norm_dtype=float32",))
     vars(evidence)["settings"] = Settings(command="probe", ckpt="c")
-    assert list(assemble.declarations(evidence)) == ["declared: trainer.model.norm:norm_dtype = float32, by this run's other options"]
+    assert list(notes.declarations(evidence)) == ["declared: trainer.model.norm:norm_dtype = float32, by this run's other options"]

@@ -18,11 +18,13 @@ from rlmismatch.assemble import (
     attention_ran,
     attention_trainer,
     compilation,
+    controls,
     flips,
     gemm,
     gradients,
     head,
     logprob,
+    notes,
     rows,
 )
 from rlmismatch.assemble.defects import defects, over_limit
@@ -30,12 +32,9 @@ from rlmismatch.assemble.scores import ScoreBook
 from rlmismatch.assemble.worst import worst
 from rlmismatch.axes.base import Axis
 from rlmismatch.checkpoint import combine_digests
-from rlmismatch.contract import Evidence as Known
-from rlmismatch.contract import Outcome, Reading, same_value
+from rlmismatch.contract import Reading
 from rlmismatch.drift import Budget, OracleError, against_oracle, signatures
 from rlmismatch.drift.budget import RECORDED
-from rlmismatch.engines.gemm_facts import NOT_FLIPPED
-from rlmismatch.engines.protocol import NOT_PACKED
 from rlmismatch.evidence import Evidence, SideEvidence, wanted_axes
 from rlmismatch.report.model import (
     Artifact,
@@ -50,8 +49,7 @@ from rlmismatch.report.model import (
     Report,
     SideInfo,
 )
-from rlmismatch.report.numbers import value
-from rlmismatch.settings import parse_declarations, split_plant
+from rlmismatch.settings import split_plant
 
 # What each family makes of its probes' captures.
 _MEASURES: Final = (
@@ -94,11 +92,11 @@ def _report(folder: Path, *, budget: Sequence[str], fail_on: str | None, waive: 
     wanted = wanted_axes(evidence.settings)
     floors = () if void else rows.floors(evidence, book)
     closed = () if void else rows.closure(evidence, book)
-    controls = (
+    behaved = (
         ()
         if void
         else (
-            *rows.controls(evidence, book, floors, closed),
+            *controls.controls(evidence, book, floors, closed),
             *gradients.controls(evidence, book),
             *gemm.controls(evidence, book),
             *flips.controls(book),
@@ -131,7 +129,7 @@ def _report(folder: Path, *, budget: Sequence[str], fail_on: str | None, waive: 
             comparisons=evidence.comparisons,
             gates=gates,
             knobs=knobs,
-            controls=controls,
+            controls=behaved,
             budget=lines,
             drift=None if void else book.drift("trainer/prefill"),
             defects=found,
@@ -160,13 +158,13 @@ def _report(folder: Path, *, budget: Sequence[str], fail_on: str | None, waive: 
         attribution=_attribution(evidence, book, void=void),
         first_divergence=rows.first_divergence(evidence, book),
         closure=closed,
-        controls=controls,
+        controls=behaved,
         hints=hints,
         budget=lines,
         provenance=_provenance(evidence),
         artifacts=(Artifact(path=str(folder), what="captures, logs and report"),),
         reproduce=evidence.run["command_line"],
-        notes=_notes(evidence, book),
+        notes=notes.notes(evidence, book),
     )
 
 
@@ -365,46 +363,3 @@ def _provenance(evidence: Evidence) -> dict[str, dict[str, Any]]:
             out[name] = side.provenance
     out["host"] = evidence.run["host"]
     return out
-
-
-def waivers(evidence: Evidence) -> Iterator[str]:
-    """Every field that was waived, and every waiver that had nothing to waive: the next reader must see what was accepted."""
-    waived = {c.key: c for c in evidence.comparisons if c.outcome is Outcome.WAIVED}
-    outcomes = {c.key: c.outcome.value for c in evidence.comparisons}
-    yield from (f"waived: {c.key} (trainer {c.trainer.value}, rollout {c.rollout.value})" for c in waived.values())
-    for key in dict.fromkeys(evidence.settings.waive):
-        if key not in waived and axes.implied_waivers({key}, {}, {}).isdisjoint(waived):
-            yield f"a waiver had nothing to act on: {key} ({outcomes.get(key, 'not compared')})"
-
-
-def declarations(evidence: Evidence) -> Iterator[str]:
-    """Every reading that is only declared, and every declaration that filled no reading and contradicts none."""
-    asked = parse_declarations(evidence.settings.declare)
-    readings = {(side, c.key): r for c in evidence.comparisons for side, r in (("trainer", c.trainer), ("rollout", c.rollout))}
-    for (side, key), reading in readings.items():
-        if reading.evidence is Known.DECLARED:
-            whose = "" if key in asked[side] else ", by this run's other options"
-            yield f"declared: {side}.{key} = {value(reading.value)}{whose}"
-    for text in dict.fromkeys(evidence.settings.declare):
-        fields = [(side, key, said) for side, by_key in parse_declarations([text]).items() for key, said in by_key.items()]
-        one = [(readings.get((side, key), Reading()), said) for side, key, said in fields]
-        if not any(reading.evidence is Known.DECLARED or _contradicts(reading, said) for reading, said in one):
-            found = dict.fromkeys(f"{reading.evidence.value.replace('_', ' ')}{_as(reading)}" for reading, _ in one)
-            yield f"a declaration had nothing to act on: {value(text)} ({', '.join(found)})"
-
-
-def _contradicts(reading: Reading, said: Any) -> bool:
-    return reading.evidence in (Known.READ, Known.DOCUMENTED) and not same_value(reading.value, said)
-
-
-def _as(reading: Reading) -> str:
-    return f" as {value(reading.value)}" if reading.evidence in (Known.READ, Known.DOCUMENTED) else ""
-
-
-def _notes(evidence: Evidence, book: ScoreBook) -> tuple[str, ...]:
-    notes = [*evidence.run.get("notes", []), *waivers(evidence), *declarations(evidence)]
-    for side in ("trainer", "rollout"):
-        said = (gradients.REFUSED, gradients.CONSISTS, NOT_FLIPPED, NOT_PACKED)  # by the table of the gradients, and by the measures
-        seen = {note for result in book.arms[side].values() for note in result.notes if not note.startswith(said)}
-        notes += [f"{side}: {note}" for note in sorted(seen)]
-    return tuple(filter(None, (*notes, head.note(evidence))))

@@ -1,4 +1,7 @@
-"""The options that every command shares, once. Names, defaults and help are the same everywhere, in YAML too (--config)."""
+"""The options that every command shares, once. Names, defaults and help are the same everywhere, in YAML too (--config).
+
+The options are data, most of it help, in one file so that no name is given twice (a little over 400 lines).
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import click
 
-from rlmismatch.settings import Settings, parse_declarations, read_config, split_plant
+from rlmismatch.commands import config_file
+from rlmismatch.settings import Settings, parse_declarations, split_plant
 
 
 class _Finite(click.FloatRange):
@@ -31,49 +34,13 @@ _DTYPES = click.Choice(["bfloat16", "float16", "float32"])
 FORMATS = ("console", "text", "json", "markdown", "html", "junit")
 
 
-def _config(ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
-    if value:
-        # By the option's own name: that of a knob, or of one side's, is not its parameter's.
-        options = {
-            o.removeprefix("--").replace("-", "_"): p for p in ctx.command.params if p.name not in ("config", "help") for o in p.opts
-        }
-        given = {str(options[key].name): _as_text(options[key], key, v) for key, v in read_config(Path(value), options).items()}
-        ctx.default_map = {**(ctx.default_map or {}), **given}
-    return value
-
-
-def _as_text(option: click.Parameter, key: str, value: Any) -> Any:
-    """A value of a YAML file as the text that the command line would hold, so that click judges both alike: an integer is never cut."""
-    from rlmismatch.errors import UsageError
-
-    if getattr(option, "multiple", False):
-        return [_scalar(option, key, v) for v in (value if isinstance(value, list) else [value])]
-    if isinstance(value, (list, dict)):
-        raise UsageError("config-value-malformed", f"{key!r} takes one value, not {value!r}", where="--config")
-    return _scalar(option, key, value)
-
-
-def _scalar(option: click.Parameter, key: str, value: Any) -> Any:
-    from rlmismatch.errors import UsageError
-
-    if isinstance(value, bool):
-        if isinstance(option.type, click.Choice) and {"on", "off"} & set(option.type.choices):
-            return "on" if value else "off"  # how YAML reads these two words where they are not quoted
-        if isinstance(option.type, click.types.StringParamType):
-            raise UsageError("config-value-malformed", f"YAML reads the value of {key!r} as {value}", where="--config", hint="quote it")
-        return value if getattr(option, "is_flag", False) else str(value).lower()
-    if isinstance(value, (list, dict)):
-        raise UsageError("config-value-malformed", f"{key!r} takes plain values, not {value!r}", where="--config")
-    return str(value)
-
-
 _INPUT = [
     click.option(
         "--config",
         metavar="FILE",
         is_eager=True,
         expose_value=False,
-        callback=_config,
+        callback=config_file.as_defaults,
         help="YAML file with any of these options; the command line wins.",
     ),
     click.option(
