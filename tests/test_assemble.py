@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from rlmismatch import assemble, axes, capture, contract
-from rlmismatch.arms import base_pins
+from rlmismatch.arms import NATIVE, base_pins
 from rlmismatch.assemble import notes, rows
+from rlmismatch.engines.protocol import Arm, ArmResult
 from rlmismatch.evidence import Evidence
 from rlmismatch.settings import Settings, parse_declarations
 
@@ -49,11 +50,14 @@ def test_a_knob_that_wants_the_engines_own_operation_did_not_take_effect_where_t
     knobs: dict[str, str], more: dict[str, Any], trainer: str, rollout: str
 ) -> None:
     settings = Settings(command="attention", ckpt="x", knobs=knobs, **more)
-    evidence: Any = SimpleNamespace(settings=settings, base_pins=base_pins(settings))
+    pins = base_pins(settings)
+    evidence: Any = SimpleNamespace(settings=settings, base_pins=pins)
+    native = ArmResult(arm=Arm(id=NATIVE, pins=pins), calls=dict.fromkeys(pins, 1))
+    book: Any = SimpleNamespace(arms={side: {NATIVE: native} for side in ("trainer", "rollout")})
+    found = {row.side: row for row in rows.knobs(evidence, book) if row.knob == "attention"}
     for side, words in (("trainer", trainer), ("rollout", rollout)):
-        why = rows._held_anyway("attention", knobs["attention"], side, evidence)  # type: ignore[arg-type]
-        assert bool(why) == bool(words)
-        assert words in why
+        assert (found[side].status, found[side].actual) == (("fell_back", "pinned") if words else ("applied", knobs["attention"]))
+        assert words in found[side].reason
 
 
 def test_an_override_that_is_empty_is_one_all_the_same(tmp_path: Path) -> None:
