@@ -115,3 +115,6 @@ def test_an_operation_that_one_side_never_saw_is_no_pass(attributed: Done, arm: 
     judged = assemble.report(folder).verdict
     assert (judged.word, judged.exit_code) == ("INCONCLUSIVE", 5)
     assert "attention" in judged.reasons[0].text
+    for path in (folder / "rollout/arms").glob(f"{arm}.*"):
+        path.unlink()
+    assert assemble.report(folder).verdict.exit_code == 5
